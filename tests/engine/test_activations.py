@@ -135,7 +135,7 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, tmp_path: 
     if way == "images":
         batch = image_batch(path, MIXED, max_token_len_per_gpu=60)
     elif way == "compiled":
-        batch = make_batch(SAMPLES)  # of one size, since graphs of any size take a minute
+        batch = make_batch(SAMPLES)  # of one size: torch takes three times as long for graphs of any
     elif way == "padded groups":
         batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
     elif way.startswith("split"):
