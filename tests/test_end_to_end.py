@@ -65,7 +65,7 @@ def assert_shared(steps: list[dict[str, float]], least: float, tolerance: float 
 
 
 def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None:
-    summary, steps = train(tmp_path)
+    summary, steps = train(tmp_path, TRAIN_BATCH_SIZE="4", PPO_MINI_BATCH_SIZE="2")
     assert summary["steps"] == 2
     assert summary["mode"] == Mode.PACKED.value
     assert summary["attention_backend"] == "sdpa"

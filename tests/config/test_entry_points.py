@@ -153,7 +153,7 @@ def test_both_roles_follow_the_actor_flag(make_config, mode, strategy):
 OF_ENGINE = {
     "dp": ("FSDPEngineConfig", ENGINES),
     "veomni": ("VeOmniEngineConfig", (f"{ACTOR}.veomni", f"{REF}.veomni")),
-    **dict.fromkeys(("megatron", "torchtitan"), ("", ())),
+    "megatron": ("", ()),
 }
 
 

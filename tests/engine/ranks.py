@@ -30,12 +30,11 @@ def on_ranks(
     """``function(rank, *args)`` in ``world_size`` processes; an error in any of them is raised here.
 
     With ``device="cuda"`` every process has a GPU of its own, and collectives go through nccl. Two CPU ranks are the
-    same processes in all tests, which takes less than new ones; with a ``folder`` of packages that only they see they
-    are others.
+    same processes in all tests, which takes less than new ones; those that see a ``folder`` of packages are others.
     """
     # Processes start with the path of this one.
     with patch.object(sys, "path", [*sys.path, str(folder)]) if folder else nullcontext():
-        pool = (None if folder else _pools.pop((world_size, device), None)) or _start(world_size, device)
+        pool = _pools.pop((world_size, device, folder), None) or _start(world_size, device)
         futures = [executor.submit(_call, function, rank, *args) for rank, executor in enumerate(pool)]
     try:
         _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
@@ -47,8 +46,8 @@ def on_ranks(
     except BaseException:  # a test's timeout too: ranks that wait for each other would keep pytest from ending
         _kill(pool)
         raise
-    if (world_size, device) == (2, "cpu") and not folder:
-        _pools[world_size, device] = pool
+    if (world_size, device) == (2, "cpu"):
+        _pools[world_size, device, folder] = pool
     else:
         _kill(pool)
     return results
@@ -85,7 +84,7 @@ def _check_exact(
         check_exact(engine, path, make(), sequences=mine, splits=options.get("splits", False), expected=expected)
 
 
-_pools: dict[tuple[int, str], list[ProcessPoolExecutor]] = {}
+_pools: dict[tuple[int, str, Path | None], list[ProcessPoolExecutor]] = {}
 atexit.register(lambda: [_kill(pool) for pool in _pools.values()])
 
 

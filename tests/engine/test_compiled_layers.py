@@ -108,7 +108,7 @@ def fail_as_inductor_does(graph: Any, inputs: Any) -> Any:
 def test_a_compiler_that_fails_is_named_with_the_way_around(compile_with) -> None:
     way_around = r"ran out of disk.*set \+\+prefix_grouper\.compile_layers=False"
     with pytest.raises(LayerCompilerError, match=way_around):
-        update(compile_with(fail), WHOLE)
+        update(compile_with(fail, dynamic=False), WHOLE)
     compile_with(aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=fail_as_inductor_does))
     with pytest.raises(LayerCompilerError, match=way_around), compiling():
         compile_forward(lambda x: x.sin().cos())(torch.ones(3, requires_grad=True)).sum().backward()
@@ -135,14 +135,14 @@ def test_a_loss_that_torch_cannot_compile_is_not_said_to_be_a_layer(compile_with
         return doubled(value), metrics
 
     with pytest.raises(Unsupported):
-        update(compile_with("eager"), WHOLE, loss)
+        update(compile_with("eager", dynamic=False), WHOLE, loss)
 
 
 def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(compile_with, monkeypatch) -> None:
     """torch itself would go on without compiling, for the rest of the training, after a line in the log."""
     monkeypatch.setitem(compiled_layers.DYNAMO_SETTINGS, "recompile_limit", 1)
     with pytest.raises(LayerCompilerError, match=r"has made 1 graphs.*prefix_grouper\.compile_layers=False"):
-        run_engine(compile_with("eager"), WHOLE)
+        run_engine(compile_with("eager", dynamic=False), WHOLE)
 
 
 def settings() -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_a_forward_compiles_all_in_settings_that_no_loss_sees(compile_with) -> N
         compiled_by_the_loss.append(len(found))
         return actor_loss()(*args, **kwargs)
 
-    update(compile_with(backend), WHOLE, loss)
+    update(compile_with(backend, dynamic=False), WHOLE, loss)
     assert compiled_by_the_loss == [len(found)] != [0]
     thread = Thread(target=compile_forward(torch.sin), args=(torch.ones(3),))
     thread.start()

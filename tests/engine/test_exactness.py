@@ -36,7 +36,6 @@ CASES: dict[str, list[Sample]] = {
         Sample(range(6), range(10, 18)),
         Sample(range(6), range(10, 12)),
     ],
-    "group_of_one": group(7, [6], 7),
     "everything_unique": [sample for seed in range(10, 15) for sample in group(6, [4], seed)],
     "single_token_prompts": [Sample([4], range(20, 26)), Sample([4], range(20, 23)), Sample([5], [6])],
     "a_prompt_that_reaches_into_a_sibling_response": [
@@ -60,25 +59,20 @@ MODES: dict[str, dict[str, Any]] = {"packed": {}, "padded groups": PADDED}
 
 
 @pytest.fixture(scope="module")
-def engines(qwen3: str, value_model: str, packed: Any) -> dict[str, Any]:
-    return {
-        "packed": packed,
-        "padded groups": make_engine(qwen3, padded=True),
-        "packed critic": make_engine(value_model, critic=True),
-        "padded groups of a critic": make_engine(value_model, critic=True, padded=True),
-    }
+def engines(qwen3: str, packed: Any) -> dict[str, Any]:
+    return {"packed": packed, "padded groups": make_engine(qwen3, padded=True)}
 
 
-@pytest.mark.parametrize("model", ["packed", "padded groups", "packed critic", "padded groups of a critic"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_token_and_gradient_equals_the_sequence_alone(
-    engines: dict[str, Any], qwen3: str, value_model: str, case: str, model: str
-) -> None:
-    cut = MODES["padded groups" if "padded" in model else "packed"]
-    if "critic" in model:
-        check_exact(engines[model], value_model, critic_batch(CASES[case], **cut))
-    else:
-        check_exact(engines[model], qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True, **cut))
+def test_every_token_and_gradient_equals_the_sequence_alone(engines: dict, qwen3: str, case: str, mode: str) -> None:
+    check_exact(engines[mode], qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True, **MODES[mode]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_value_and_gradient_of_a_critic_equals_the_sequence_alone(value_model: str, mode: str) -> None:
+    engine = make_engine(value_model, critic=True, padded=mode == "padded groups")
+    check_exact(engine, value_model, critic_batch([s for case in CASES.values() for s in case], **MODES[mode]))
 
 
 MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
@@ -126,17 +120,10 @@ def test_cutting_padded_groups_changes_neither_order_nor_gradient_scale(engines,
     check_exact(engines["padded groups"], qwen3, batch)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"engine": {"entropy_checkpointing": True}},
-        {"model": {"enable_gradient_checkpointing": False}, "engine": {"reshard_after_forward": False}},
-    ],
-    ids=str,
-)
-def test_options_keep_the_numbers_of_padded_groups(qwen3: str, options: dict) -> None:
+def test_options_keep_the_numbers_of_padded_groups(qwen3: str) -> None:
     """Which never compute the head in chunks."""
-    engine = make_engine(qwen3, padded=True, **options)
+    options = {"entropy_checkpointing": True, "reshard_after_forward": False}
+    engine = make_engine(qwen3, padded=True, engine=options, model={"enable_gradient_checkpointing": False})
     assert engine.log_prob_head is None
     check_exact(engine, qwen3, make_batch(MIXED, **PADDED))
 

@@ -69,14 +69,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     return watching
 
 
-@pytest.mark.parametrize("options", [{}, {"logits_chunk_size": 2}, None], ids=str)
-def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits: Waits, options: dict | None) -> None:
-    """Without options, of split groups."""
-    if options is None:
-        samples, budget = CASES["one_group_of_8"]
-        run_engine(make_engine(qwen3, splits=True), make_batch(samples, max_token_len_per_gpu=budget))
-    else:
-        run_engine(make_engine(qwen3, engine=options), make_batch(MIXED, max_token_len_per_gpu=64))
+@pytest.mark.parametrize("splits", [False, True])
+def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits: Waits, splits: bool) -> None:
+    """Of a head in one piece, and of one in chunks beside split groups."""
+    samples, budget = CASES["one_group_of_8"] if splits else (MIXED, 64)
+    engine = make_engine(qwen3, splits=splits, engine={"logits_chunk_size": 2} if splits else {})
+    run_engine(engine, make_batch(samples, max_token_len_per_gpu=budget))
     # But for the kernel of CPUs, which no GPU runs, and for what reads the batch on the host.
     assert not {name for name in waits.files if name.startswith(OURS)} - {passes.__file__, batch.__file__}
     # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.

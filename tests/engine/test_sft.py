@@ -12,8 +12,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import sft_loss
 
-from tests.engine.ranks import on_ranks
-from tests.support import VOCAB, Result, assert_same, jagged, make_engine, update
+from tests.support import VOCAB, Result, assert_same, jagged, update
 from verl_pg_plugin.engine.batch import read_sequences
 
 LOSS = partial(sft_loss, config=None)
@@ -74,15 +73,6 @@ def test_loss_and_gradients_are_those_of_the_sequences_alone(packed: Any, qwen3:
     assert_same(found, alone(qwen3, rows()))
     assert float(caplog.messages[-1].removeprefix("shared prefixes: dedup ratio ")) > 1.5
     assert not any("prefix_grouper" in name for name in found.metrics), "loggers of verl's SFT trainer take no lists"
-
-
-def check_under_ulysses(rank: int, path: str) -> None:
-    engine = make_engine(path, engine={"ulysses_sequence_parallel_size": 2})
-    assert_same(update(engine, sft_batch(rows(), 40), LOSS), alone(path, rows()))
-
-
-def test_under_ulysses(qwen3: str) -> None:
-    on_ranks(2, check_under_ulysses, qwen3)
 
 
 def test_the_prompt_is_what_lies_in_front_of_the_first_token_that_counts() -> None:

@@ -42,6 +42,18 @@ CASES: dict[str, tuple[list, int]] = {
     "forks behind an image in split groups": (FORKS, 60),
 }
 """Samples, films apart, which differ by kind; and the token budget of a micro-batch."""
+QUICK: dict[str, tuple[str, ...]] = {
+    KINDS[0]: ("mixed", "films", "forks behind an image in split groups"),
+    KINDS[1]: tuple(CASES),
+    KINDS[3]: ("mixed", "films", "split groups"),
+    HYBRID_KINDS[0]: ("films", "images in split responses", "forks behind an image in split groups"),
+}
+"""Every kind, and every case; the slow tests have all of their pairs."""
+ALL = [
+    pytest.param(kind, case, marks=[] if case in QUICK.get(kind, ()) else [pytest.mark.slow])
+    for kind in (*KINDS, *HYBRID_KINDS)
+    for case in CASES
+]
 
 
 @pytest.fixture(scope="module", params=[*KINDS[:2], KINDS[3], HYBRID_KINDS[0], *LONG])
@@ -60,7 +72,7 @@ def packed(path: str) -> Any:
     return make_engine(path, splits=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "case"), ALL, indirect=["kind"])
 def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, kind: str, case: str) -> None:
     """Of split groups of hybrids the states behind the images are read too."""
     samples, budget = CASES[case]
@@ -91,9 +103,7 @@ def test_each_image_goes_through_the_encoder_once(packed: Any, path: str) -> Non
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "micro_batches_of_60_rows": {"batch": {"max_token_len_per_gpu": 60}},
-    "micro_batches_of_3_sequences": {"batch": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}},
-    "fused_head": {"model": FUSED_HEAD},
+    "fused_head": {"model": FUSED_HEAD, "batch": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}},
     "verified": {"engine": {"verify": "every_1"}, "batch": {"max_token_len_per_gpu": 60}},
     "padded_rows": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
     "nothing_checkpointed": {"model": {"enable_gradient_checkpointing": False}},

@@ -1,6 +1,7 @@
 """Every option alone, and every two that meet in the code: exact against each sequence alone.
 
-The quick tests have many pairs in one case; the slow ones run each by itself, which tells who is to blame.
+The quick tests run pairs on two ranks, in tests/options/test_ranks.py, with many of them in one case; the slow ones run
+each by itself, which tells who is to blame.
 """
 
 import re
@@ -25,7 +26,7 @@ OF_CRITICS = [option for option in QUICK if option.name != "LoRA" and option.mee
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in pairs(ON_ONE_PROCESS)]
 
 
-@pytest.mark.parametrize("case", [*alone(QUICK), *covering(pairs(QUICK)), *SLOW], ids=str)
+@pytest.mark.parametrize("case", [*alone(QUICK), *SLOW], ids=str)
 def test_options_keep_the_numbers_alone_and_together(case: Case, engines: Engines) -> None:
     assert_exact(case, engines)
 

@@ -35,7 +35,7 @@ TOGETHER = [
     case_of("fused kernels, torch").options,
     case_of("no gradient checkpointing").options,
     (*SPLIT, *case_of("attention recomputed in the backward").options),
-    (*SPLIT, *case_of("compiled layers", "activation offload").options),
+    case_of("compiled layers", "activation offload").options,
     (*SPLIT, *case_of("parameter offload", "optimizer offload").options),
     (*SPLIT, REPLICATED),
     (ULYSSES, *case_of("pad_to_length", "compiled layers", "head in chunks").options),

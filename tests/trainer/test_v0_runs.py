@@ -9,9 +9,6 @@ from tests.test_end_to_end import assert_shared, train
 from verl_pg_plugin.config import Mode
 
 V0 = "trainer.use_v1=False"
-VERLS_ENTRY_POINT = "verl.trainer.main_ppo"
-# One optimizer step a training step: what V0 and V1 sample is the same, the order in which it arrives is not.
-ONE_MINI_BATCH = {"TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "8"}
 TRAINED = ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/kl_loss", "actor/grad_norm")
 
 pytestmark = pytest.mark.timeout(1800)
@@ -24,7 +21,7 @@ def values(steps: list[dict[str, float]], name: str) -> list[float]:
 def test_five_groups_train_on_two_ranks_through_verls_own_entry_point(tmp_path: Path) -> None:
     """verl's V0 refuses the flag with a number of groups that the ranks do not divide."""
     sizes = {"TRAIN_BATCH_SIZE": "5", "PPO_MINI_BATCH_SIZE": "5", "ROLLOUT_N": "4", "TOTAL_STEPS": "1"}
-    summary, (step,) = train(tmp_path, V0, ENTRY_POINT=VERLS_ENTRY_POINT, NGPUS_PER_NODE="2", **sizes)
+    summary, (step,) = train(tmp_path, V0, ENTRY_POINT="verl.trainer.main_ppo", NGPUS_PER_NODE="2", **sizes)
     assert summary["mode"] == Mode.PACKED.value
     assert_shared([step], least=5)
     assert step["prefix_grouper/balance/cut_groups"] == 1, "10 sequences a rank are two groups of four and a half"
@@ -36,7 +33,8 @@ def test_five_groups_train_on_two_ranks_through_verls_own_entry_point(tmp_path: 
 
 @pytest.mark.slow
 def test_v0_and_v1_train_alike_from_one_seed(tmp_path: Path) -> None:
-    sizes = {"TOTAL_STEPS": "3", **ONE_MINI_BATCH}
+    # One optimizer step a training step: what V0 and V1 sample is the same, the order in which it arrives is not.
+    sizes = {"TOTAL_STEPS": "3", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "8"}
     packed, ours = train(tmp_path / "v0", V0, **sizes)
     _, v1 = train(tmp_path / "v1", **sizes)
     rmpad, stock = train(tmp_path / "rmpad", V0, USE_PREFIX_GROUPER="False", **sizes)
