@@ -149,10 +149,11 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
 
 
 def test_what_other_machines_have_is_a_warning_where_the_run_joins_a_cluster(config_of) -> None:
-    elsewhere = f"{ROLLOUT}.name=vllm data.train_files=/there.parquet prefix_grouper.attention_kernel=flash_attn_4 "
-    assert len(errors(config_of(elsewhere))) == 3
+    elsewhere = f"{ROLLOUT}.name=vllm data.train_files=/there.parquet {MODEL}.path=/there "
+    elsewhere += "prefix_grouper.attention_kernel=flash_attn_4 "
+    assert len(errors(config_of(elsewhere))) == 4
     found = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))
-    assert [issue.is_warning for issue in found] == [True] * 3
+    assert [issue.is_warning for issue in found] == [True] * 4
 
 
 @pytest.mark.parametrize(
