@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 waiting: list[Callable[[], object]] = []
 """What could not be registered while one of this package's modules was being imported; engine configs call it."""
@@ -23,29 +23,32 @@ def after_import(name: str, action: Callable[[], object]) -> None:
         sys.meta_path.insert(0, finder)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _AfterImport(MetaPathFinder):
-    """Finds one module as the other finders do, and runs the action behind it."""
+    """Finds one module as the finders behind it do, and runs the action once.
+
+    It stays in ``sys.meta_path``: a thread that walks along the list while something is removed skips a finder.
+    """
 
     name: str
     action: Callable[[], object]
+    acted: bool = False
 
-    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        if fullname != self.name:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        finders = [*sys.meta_path]
+        if fullname != self.name or self.acted or self not in finders:
             return None
-        sys.meta_path.remove(self)  # so that this asks the finders that can find it
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            sys.meta_path.insert(0, self)
+        behind = finders[finders.index(self) + 1 :]
+        found = (finder.find_spec(fullname, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        spec = next(filter(None, found), None)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def run_then_act(module: ModuleType) -> None:
             run(module)  # an import that fails may be tried again
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
+            if not self.acted:
+                self.acted = True
                 self.action()
 
         spec.loader.exec_module = run_then_act  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 
 import hydra
 from omegaconf import DictConfig
@@ -28,7 +29,7 @@ def main() -> None:
 @hydra.main(config_path="config/hydra", config_name="pg_ppo_trainer", version_base=None)
 def _run(config: DictConfig) -> None:
     auto_set_device(config)
-    exit_on_errors(check, config)
+    exit_on_errors(partial(check, asks_verl=True), config)
     run_ppo = inspect.unwrap(verls.run_ppo)  # without the hook that would ask all again
     if config.trainer.get("use_v1"):  # a verl with one kind of trainers has no such key
         run_ppo(config, verls.TaskRunnerV1)

@@ -170,6 +170,7 @@ def install_flash_attn_3(monkeypatch: pytest.MonkeyPatch, forward: Any, backward
     module: Any = ModuleType("flash_attn_interface")
     module._flash_attn_forward, module._flash_attn_backward = forward, backward
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(passes, "flash_attn_3", passes.flash_attn_3.__wrapped__)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}, {"softcap": 3.0}], ids=str)
@@ -233,6 +234,10 @@ def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(pair, cap
     with torch.inference_mode():
         fault = softcap_fault(pair, head_dim, "cpu")
     assert (fault == "") == caps
+
+
+def test_every_engine_of_a_process_gets_the_passes_that_were_tried() -> None:
+    assert load_passes("sdpa") is load_passes("sdpa")
 
 
 def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from config_support import FLAGS, TINY, compose_config, parse, runnable, save_ch
 from omegaconf import DictConfig, OmegaConf
 from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLConfig
 
-from verl_pg_plugin.config import Mode, compile, machine, preflight, rules
+from verl_pg_plugin.config import Mode, compile, machine, rules
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 
 
@@ -100,7 +100,5 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(machine, "PACKAGES", {})
         for module in (compile, rules):
             monkeypatch.setattr(module, "compiler_obstacle", lambda *asked: "")
-        # verl's own validation would load the user's losses and vLLM; it speaks for itself.
-        monkeypatch.setattr(preflight, "_verls_validation", lambda config: [])
 
     return have

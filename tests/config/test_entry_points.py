@@ -40,10 +40,11 @@ FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
             ],
         ),
         (main_ppo, (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}",), ["no.such.key"]),
+        (main_ppo, (f"{ACTOR}.loss_agg_mode=mean",), ["1 problem", "Invalid loss_agg_mode: mean"]),
         (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
         (verls_main_ppo, (f"{QAT}.enable=True", f"{QAT}.mode=w4a4", "trainer.use_v1=False"), [f"{QAT}.mode=w4a16"]),
     ],
-    ids=["ours", "ours, interpolation", "verl's, unknown class", "verl's V0"],
+    ids=["ours", "ours, interpolation", "ours, verl's validation", "verl's, unknown class", "verl's V0"],
 )
 def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
     entry_point, overrides, said, runnable_overrides, tmp_path, monkeypatch, capsys
@@ -57,6 +58,17 @@ def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
     printed = capsys.readouterr().err
     assert all(text in printed for text in said)
     assert "Traceback" not in printed
+
+
+def test_verl_validates_a_run_of_its_own_entry_point_before_ray(runnable_overrides, tmp_path, monkeypatch, capsys):
+    """A recipe may do without: the fully async one has no batches of prompts."""
+    monkeypatch.setattr(verls_main_ppo, "run_ppo", None)
+    overrides = [*runnable_overrides, FLAG, "data.train_batch_size=0"]
+    engage(compose_stock(*overrides))
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *overrides, f"hydra.run.dir={tmp_path}"])
+    with pytest.raises(SystemExit):
+        verls_main_ppo.main()
+    assert "train_batch_size (0) must be >=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("mode", "use_v1"), [(Mode.RMPAD, True), (Mode.PACKED, False)])

@@ -1,9 +1,14 @@
 """The plugin is found, light, idempotent, and noticed when it is not in force."""
 
+import importlib
+import sys
+from unittest.mock import Mock
+
 import pytest
 from verl.workers.engine import EngineRegistry
 
 from tests.fresh import Ended, run_fresh
+from verl_pg_plugin.after_import import after_import
 from verl_pg_plugin.config import PrefixGrouperEngineConfig
 from verl_pg_plugin.engine import registration
 from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
@@ -99,6 +104,18 @@ def test_whichever_module_imports_verl_first_the_mode_engages_without_a_warning(
     result = ended[module]
     assert result.stdout.split() == ["True", OURS, "ServerAdapter"], result.stderr
     assert "not registered" not in result.stderr
+
+
+def test_waiting_for_a_module_takes_no_finder_from_under_the_imports_of_other_threads(monkeypatch) -> None:
+    seen: list[list[object]] = []
+    acted: list[None] = []
+    behind = Mock(**{"find_spec.side_effect": lambda *asked: seen.append([*sys.meta_path])})
+    monkeypatch.setattr(sys, "meta_path", [behind, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    after_import("colorsys", lambda: acted.append(None))
+    before = [*sys.meta_path]
+    importlib.reload(importlib.import_module("colorsys"))
+    assert (acted, sys.meta_path, seen) == ([None], before, [before] * 2)
 
 
 def test_on_cuda_ours_wins_and_registering_again_changes_nothing() -> None:

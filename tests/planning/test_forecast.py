@@ -104,13 +104,13 @@ def test_predictions_are_fitted_to_two_thirds_of_the_cases_of_an_h200_and_judged
     @cache
     def with_speeds(compiled: float, kernel: float, model: str, case: str, activations: str) -> Forecast:
         monkeypatch.setattr(forecasts, "COMPILED", compiled)
-        monkeypatch.setitem(forecasts.KERNELS, "any", kernel)
+        monkeypatch.setitem(forecasts.KERNEL_SPEEDS, "any", kernel)
         prompt, response, n, groups = map(int, case.split(","))
         batch = batch_of_lengths([prompt] * groups, [[response] * n] * groups)
         levels = Levels(Level(activations) if activations else None, TokenBytes.of(configs[model]))
         return forecast(batch, flops[model], levels, 40960 if prompt > 8192 else 20480, kernel="any")
 
-    known, rows, cases = dict(forecasts.KERNELS), [], []
+    known, rows, cases = dict(forecasts.KERNEL_SPEEDS), [], []
     for row in csv.DictReader((Path(__file__).parents[2] / "docs/data/updates.csv").open()):
         path, _, given = row["path"].partition(":")
         model, of_lengths = row["model"].removeprefix("qwen3-"), row["case"].replace(",", "").isdecimal()

@@ -9,7 +9,7 @@ follow each other. Given ``out`` and ``lse`` of a softmax over more keys than K,
 K (the identity behind ring attention, https://arxiv.org/abs/2310.01889). Gradients of queries without keys and of keys
 without queries are zero.
 
-A function named as in ``kernels.KERNELS`` imports that kernel and returns its passes.
+A function named as in ``kernels.KERNELS`` imports that kernel and returns its passes, the same at every call.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def deterministic() -> bool:
     return asked or torch.are_deterministic_algorithms_enabled()
 
 
+@cache
 def flash_attn_2() -> Passes:
     """PyPI ``flash-attn``."""
     import flash_attn  # noqa: F401 - it registers its operators
@@ -79,6 +80,7 @@ def flash_attn_2() -> Passes:
     return forward, backward
 
 
+@cache
 def flash_attn_3() -> Passes:
     """``hopper`` of flash-attention."""
     from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
@@ -104,6 +106,7 @@ def flash_attn_3() -> Passes:
     return forward, backward
 
 
+@cache
 def flash_attn_4() -> Passes:
     """PyPI ``flash-attn-4``.
 
@@ -130,6 +133,7 @@ def flash_attn_4() -> Passes:
     return forward, backward
 
 
+@cache
 def torch_varlen() -> Passes:
     """flash-attention 2 inside torch >= 2.11, as ``torch.nn.attention.varlen`` calls it; without softcap."""
     run_forward, run_backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
@@ -170,6 +174,7 @@ QUERY_CHUNK = 1024
 """Queries whose scores are held at once where attention is written out."""
 
 
+@cache
 def sdpa() -> Passes:
     """Exact on every device and in every dtype. On a CPU torch's flash kernel, elsewhere written out, which is slow."""
 

@@ -48,7 +48,8 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 def run_lines(config: DictConfig) -> list[Check]:
     """Mode, attention kernel, compiled layers, activations, and everything that an entry point would say."""
-    mode, device, hf_config, issues = mode_of(config), get_device_name(), read_checkpoint(config)[0], preflight(config)
+    mode, device, hf_config = mode_of(config), get_device_name(), read_checkpoint(config)[0]
+    issues = preflight(config, asks_verl=True)
     flags = ", ".join(f"{key}={OmegaConf.select(config, key)}" for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING))
     lines = [Check(OK, "mode", f"{mode.value} ({flags})")]
     if not mode.shares_prefixes:

@@ -1,6 +1,6 @@
 """What is certain to fail because prefixes are shared is found before a process or a GPU is claimed, all of it at once.
 
-verl's own validation is asked beside it, and what the run asks of this machine; of other words verl speaks itself.
+What the run asks of this machine is looked at beside it; of other words verl speaks itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TORN = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
 RAY_INIT = "ray_kwargs.ray_init"
 
 
-def check(config: DictConfig) -> None:
+def check(config: DictConfig, *, asks_verl: bool = False) -> None:
     """Pass, and log warnings, or raise one error that lists all that is certain to fail.
 
     Raises:
@@ -58,7 +58,7 @@ def check(config: DictConfig) -> None:
     if differing := compat.untested():
         doctor = "python -m verl_pg_plugin doctor --full looks at the names that are built on"
         logger.warning("verl_pg_plugin: %s; %s", "; ".join(differing), doctor)
-    found = preflight(config)
+    found = preflight(config, asks_verl=asks_verl)
     for issue in found:
         if issue.is_warning:
             logger.warning("verl_pg_plugin: %s: %s; %s", issue.where, issue.why, issue.fix)
@@ -66,8 +66,8 @@ def check(config: DictConfig) -> None:
         raise ConfigError(errors)
 
 
-def preflight(config: DictConfig) -> list[Issue]:
-    """All that can be known against a run before Ray starts: errors, then warnings.
+def preflight(config: DictConfig, *, asks_verl: bool = False) -> list[Issue]:
+    """All that can be known against a run before Ray starts, by verl's validation too if asked: errors, then warnings.
 
     Raises:
         omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
@@ -77,7 +77,7 @@ def preflight(config: DictConfig) -> list[Issue]:
     found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
     found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
     found = [issue for issue in found if not _follows(config, issue, found)]
-    if all(issue.is_warning for issue in found):
+    if asks_verl and all(issue.is_warning for issue in found):
         found += _verls_validation(config)
     return sorted(found, key=lambda issue: issue.is_warning)
 
@@ -90,6 +90,8 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     read = cache(partial(read_checkpoint, config))
     for role in rules.roles_of(config):
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
+        if hf_config is None:  # another machine may have it
+            issues = [replace(issue, is_warning=_joins_cluster(config)) for issue in issues]
         # An architecture that cannot share is looked at no further.
         engine = rules.engine_of(config, role, None if issues else hf_config)
         found += [*issues, *_engine_issues(config, engine)]

@@ -29,7 +29,7 @@ IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen
 POSITION_DIMENSIONS = 4
 """verl hands over a counter of tokens, then time, height and width."""
 
-WITHOUT_EFFECT = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})
+FOR_POSITIONS_ALONE = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})
 """What verl adds and the model needs for positions alone, which the batch has."""
 
 FIRST_KEY = 1 << 31
@@ -112,7 +112,7 @@ class Modality:
 
         ``given`` are verl's ``multi_modal_inputs`` of each; an empty list if the batch has none.
         """
-        names = {name for kind in self.kinds for name in (kind.pixels, kind.grids)} | WITHOUT_EFFECT
+        names = {name for kind in self.kinds for name in (kind.pixels, kind.grids)} | FOR_POSITIONS_ALONE
         places = {kind: np.flatnonzero(sequences.tokens == kind.token_id) for kind in self.kinds}
         bounds = sequences.offsets.tolist()
         found: list[list[Image]] = []

@@ -39,12 +39,17 @@ NO_MASK: dict[str, None] = {"full_attention": None, "sliding_attention": None}
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What the installed transformers calls a cache of keys and values; ``cache`` since 5.24."""
 
-KERNELS = {"flash_attention_2": "flash_attn_2", "sdpa": "sdpa", "eager": "sdpa", ATTENTION_NAME: "auto"}
+KERNEL_OF_IMPLEMENTATION = {
+    "flash_attention_2": "flash_attn_2",
+    "sdpa": "sdpa",
+    "eager": "sdpa",
+    ATTENTION_NAME: "auto",
+}
 """Kernel for packed tokens by the ``attn_implementation`` that the model was loaded with."""
 
 
 @dataclass(frozen=True)
-class ModelInputs:
+class PackedInputs:
     """Inputs of a decoder and how its output returns to the caller's positions."""
 
     input_ids: torch.Tensor | None  # (1, L) packed tokens, or what the caller passed where nothing is packed
@@ -66,7 +71,7 @@ class ModelInputs:
 
 def pack_padded(
     config: PretrainedConfig, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None
-) -> ModelInputs:
+) -> PackedInputs:
     """Drop the padding of (B, S): every sequence becomes one segment of packed tokens, prefixes are not shared.
 
     A sequence without valid tokens gives zeros and no gradient. ``position_ids`` are (B, S) or (1, S); None counts the
@@ -93,7 +98,7 @@ def pack_padded(
     cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a sequence of padding alone is no segment
     kernel = kernel_of(config._attn_implementation, input_ids.device.type)
     segments = PackedAttention.unshared(kernel, cu_seqlens, int(max_seqlen), len(tokens))
-    return _over_ranks(ModelInputs(tokens.T, positions.T, segments, (indices, *input_ids.shape)))
+    return _over_ranks(PackedInputs(tokens.T, positions.T, segments, (indices, *input_ids.shape)))
 
 
 def shared_inputs(
@@ -102,7 +107,7 @@ def shared_inputs(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     prefix_grouper: PrefixGrouper | PackedLayout | AttentionContext,
-) -> ModelInputs:
+) -> PackedInputs:
     """Tokens that a ``prefix_grouper`` describes; positions (1, T) default to those of a layout."""
     if not isinstance(prefix_grouper, (AttentionContext, PackedLayout)):
         return _padded_groups(config, input_ids, attention_mask, position_ids, prefix_grouper)
@@ -111,14 +116,14 @@ def shared_inputs(
     if isinstance(prefix_grouper, AttentionContext):
         if position_ids is None or position_ids.shape != input_ids.shape:
             raise ValueError("prepared tokens need position_ids of the shape of input_ids")
-        return ModelInputs(input_ids, position_ids, prefix_grouper)
+        return PackedInputs(input_ids, position_ids, prefix_grouper)
     layout, kernel = prefix_grouper, kernel_of(config._attn_implementation, input_ids.device.type)
     for name, given in (("input_ids", input_ids), ("position_ids", position_ids)):
         if given is not None and given.shape != (1, layout.num_tokens):
             raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
-    return _over_ranks(ModelInputs(input_ids, position_ids, PackedAttention(layout, kernel)))
+    return _over_ranks(PackedInputs(input_ids, position_ids, PackedAttention(layout, kernel)))
 
 
 def _padded_groups(
@@ -127,7 +132,7 @@ def _padded_groups(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     grouper: PrefixGrouper,
-) -> ModelInputs:
+) -> PackedInputs:
     """Rows ``[prompt | response 1 | ... | padding]`` of upstream's grouper, one group a row, (B, S)."""
     from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
@@ -153,20 +158,20 @@ def _padded_groups(
             "(use_remove_padding=True) or set ulysses_sequence_parallel_size=1"
         )
     kernel = kernel_of(config._attn_implementation, input_ids.device.type)
-    return ModelInputs(input_ids, position_ids, PaddedGroupsAttention(grouper, kernel))
+    return PackedInputs(input_ids, position_ids, PaddedGroupsAttention(grouper, kernel))
 
 
 @cache  # selecting reads the metadata of packages
 def kernel_of(implementation: str, device_type: str) -> Kernel:
-    if implementation not in KERNELS:
+    if implementation not in KERNEL_OF_IMPLEMENTATION:
         raise ValueError(
             f"packed tokens have no kernel for attn_implementation={implementation!r}; load the model with one of "
-            f"{', '.join(KERNELS)}"
+            f"{', '.join(KERNEL_OF_IMPLEMENTATION)}"
         )
-    return select_kernel(KERNELS[implementation], device_type)
+    return select_kernel(KERNEL_OF_IMPLEMENTATION[implementation], device_type)
 
 
-def _over_ranks(inputs: ModelInputs) -> ModelInputs:
+def _over_ranks(inputs: PackedInputs) -> PackedInputs:
     """Pad (1, T) tokens to a multiple of verl's Ulysses group and keep this rank's slice, if there is a group."""
     sp_size = get_ulysses_sequence_parallel_world_size()
     if sp_size == 1 or inputs.prefix_grouper is None:
@@ -269,7 +274,7 @@ class PackedInputsMixin:
         elif attention_mask is not None and attention_mask.ndim == 2 and input_ids is not None and not cached:
             inputs = pack_padded(self.config, input_ids, attention_mask, position_ids)
         else:
-            inputs = ModelInputs(input_ids, position_ids)
+            inputs = PackedInputs(input_ids, position_ids)
         if inputs.prefix_grouper is not None:
             use_cache = False
             names = ("output_attentions", "output_hidden_states")

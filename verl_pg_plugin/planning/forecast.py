@@ -28,7 +28,7 @@ BACKWARD_OF_PAIRS = 2.5
 """Flash attention's backward in units of its forward: five matrix products for two."""
 COMPILED = 1.5
 """Speed of tokens where ``compile_layers`` fuses what lies between the matrices, fitted to cases of docs/data."""
-KERNELS = {"flash_attn_2": 1.0, "flash_attn_3": 1.85, "flash_attn_4": 1.85}
+KERNEL_SPEEDS = {"flash_attn_2": 1.0, "flash_attn_3": 1.85, "flash_attn_4": 1.85}
 """Speed of attention kernels, stock verl's being 1; from the same table, where 3 counts as 4."""
 
 
@@ -130,7 +130,7 @@ def forecast(
         shared.append(priced)
 
     def speedups(compiled: bool) -> tuple[float, float]:
-        speeds = np.array([COMPILED if compiled else 1.0, KERNELS[kernel], 1.0])
+        speeds = np.array([COMPILED if compiled else 1.0, KERNEL_SPEEDS[kernel], 1.0])
         old_log_prob, update = (float(a / (b / speeds).sum()) for a, b in zip(alone, shared, strict=True))
         return old_log_prob, update
 
