@@ -236,7 +236,9 @@ def problems() -> str:
 def a_run() -> str:
     """What a run tells of sharing, as SVG: docs/data/run.txt has the lines of the whole steps at 8192, 1024, 8."""
     return terminal(
-        "Qwen3-4B config, one H200", "$ MODEL_PATH=... bash examples/run_qwen3_pg.sh", (DATA / "run.txt").read_text()
+        "Qwen3-4B config, one H200, v0.1.0rc1",
+        "$ MODEL_PATH=... bash examples/run_qwen3_pg.sh",
+        (DATA / "run.txt").read_text(),
     )
 
 

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     assumed = (
         f"assumed: {args.gpus} GPUs of {gib:g} GiB, {args.host_gib:g} GiB of the host for each; weights, "
         f"gradients and AdamW take {weights.fixed / 2**30:.0f} GiB of a GPU and {DEVICE_RESERVE:.0%} stays free; "
-        f"fsdp2 (fsdp gains some 5% less); {args.kernel}; layers {'compiled' if compiled else 'not compiled'} ({why}); "
+        f"fsdp2 (fsdp gains as much); {args.kernel}; layers {'compiled' if compiled else 'not compiled'} ({why}); "
         "stock verl with flash-attn 2 and the same budget"
     )
     lines = [*answer(rows, args, gib), lengths, "", *table(rows), "", assumed, ACCURACY]
