@@ -115,8 +115,23 @@ def plan_mini_batch(
     if levels.room is not None:
         levels = replace(levels, room=replace(levels.room, device=min(rank.free for rank in ranks)))
     summaries = ranks[::sp_size]
-    orders = align([rank.costs for rank in summaries])
-    flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(summaries, orders, strict=True)]
+    planned = _as_they_run(draft, summaries, dp_rank, sequences, levels, forward_only)
+    num_split_groups = sum(len(group) > 1 for group in draft)
+    runs_encoder = any(rank.needs_encoder for rank in summaries)
+    return Plan(data, sequences, loss_tokens, planned, num_split_groups, runs_encoder, levels)
+
+
+def _as_they_run(
+    draft: list[_LaidOut],
+    ranks: list[_RankSummary],
+    dp_rank: int,
+    sequences: Sequences,
+    levels: Levels,
+    forward_only: bool,
+) -> list[PlannedMicroBatch]:
+    """This rank's micro-batches in the order in which they run, with what any rank has beside each."""
+    orders = align([rank.costs for rank in ranks])
+    flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(ranks, orders, strict=True)]
     running = [pair for i in orders[dp_rank] for pair in draft[i]]
     planned: list[PlannedMicroBatch] = []
     for (micro_batch, layout), (prefills, shares, reads) in zip(running, np.any(flags, axis=0).tolist(), strict=True):
@@ -127,9 +142,7 @@ def plan_mini_batch(
         if not forward_only:
             level = levels.choose(layout.num_tokens, len(layout.head_index), **layout.cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
-    num_split_groups = sum(len(group) > 1 for group in draft)
-    runs_encoder = any(rank.needs_encoder for rank in summaries)
-    return Plan(data, sequences, loss_tokens, planned, num_split_groups, runs_encoder, levels)
+    return planned
 
 
 def _laid_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool) -> _LaidOut:
