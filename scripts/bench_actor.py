@@ -42,9 +42,9 @@ import torch.distributed as dist
 import transformers
 from benchmarks.actor_cases import PHASES, Case, Work, batch_of_phase, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
+from benchmarks.batches import make_batch
 from benchmarks.common import environment, pinned_copies, write_csv
 from benchmarks.images import image_flops
-from benchmarks.kernel_time import seconds_by_class
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
@@ -58,7 +58,6 @@ from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDP
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.synthetic import make_batch
 
 logger = logging.getLogger(__name__)
 ROW_METRICS = ("physical_tokens", "patches", "host_gib")
@@ -206,10 +205,8 @@ def profile_phase(title: str, engine: Any, phase: str, batch: TensorDict, loss: 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run_phase(engine, phase, batch, loss, args.entropy)
     if dist.get_rank() == 0:
-        table = Table(title, "s")
-        for name, seconds in seconds_by_class(profiler.events()).items():
-            table.add_row(name, f"{seconds:.4f}")
-        Console(width=150).print(table)
+        kernels = profiler.key_averages().table("self_cuda_time_total", row_limit=40, max_name_column_width=90)
+        Console(width=200).print(title, kernels, sep="\n")
 
 
 def main() -> int:
@@ -220,7 +217,7 @@ def main() -> int:
     parser.add_argument("--topk", type=int, default=64, help="tokens that the teacher of distill tells")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--profile", action="store_true", help="also print seconds by class of kernel")
+    parser.add_argument("--profile", action="store_true", help="also print the longest kernels")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     if args.profile and not torch.cuda.is_available():

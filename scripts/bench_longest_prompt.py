@@ -27,6 +27,7 @@ import transformers
 from bench_actor import run_phase
 from benchmarks.actor_cases import Case
 from benchmarks.actor_engines import EnginePath, build_engine, shared_model
+from benchmarks.batches import make_batch
 from benchmarks.common import environment, pinned_copies, write_csv
 from benchmarks.shapes import SHAPES
 from rich.console import Console
@@ -35,8 +36,6 @@ from verl.utils.device import get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
-
-from verl_pg_plugin.synthetic import make_batch
 
 console = Console(width=150)
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from benchmarks.batches import Sample, make_batch, random_group
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from tensordict import TensorDict
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
@@ -36,7 +37,6 @@ from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOption
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
 from verl_pg_plugin.planning.micro_batches import CacheWeights, cut_for_loss
-from verl_pg_plugin.synthetic import Sample, make_batch, random_group
 
 VOCAB = 97
 TINY: dict[str, Any] = {

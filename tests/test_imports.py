@@ -14,7 +14,7 @@ FLOORS = (
     {"config"},
     {"engine", "trainer"},
     {"cli", "demo"},
-    {"main_ppo", "synthetic", "__main__"},
+    {"main_ppo", "__main__"},
 )
 HEAVY = {"torch", "verl", "transformers", "tensordict", "ray"}
 

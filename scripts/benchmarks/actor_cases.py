@@ -14,11 +14,11 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
+from benchmarks.batches import Sample, random_group
 from benchmarks.images import PromptImages
 from verl_pg_plugin.layout import IntArray, build_packed_layout
 from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.synthetic import Sample, random_group
 
 PHASES = ("old_log_prob", "ref", "update_actor", "distill", "sft")
 

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from transformers import MODEL_MAPPING, PretrainedConfig
 from verl.utils import tensordict_utils as tu
 
+from benchmarks.batches import Sample
 from verl_pg_plugin.modalities import modality_of
-from verl_pg_plugin.synthetic import Sample
 
 
 @dataclass(frozen=True)

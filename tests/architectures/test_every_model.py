@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from benchmarks.batches import Sample, make_batch
 from huggingface_hub.errors import StrictDataclassError
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -43,7 +44,6 @@ from verl_pg_plugin.architectures import (
     fused_obstacle,
     text_skeleton,
 )
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*CASES["uneven_groups_and_prompts_of_different_length"], *CASES["multi_turn_branches_three_deep"]]
 TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from benchmarks.batches import make_batch
 from make_models_table import read_record
 from verl.utils import tensordict_utils as tu
 
@@ -17,7 +18,6 @@ from tests.attention.test_gpu import gpu_kernels
 from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
-from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
+from benchmarks.batches import Sample
 
 from tests.support import group
-from verl_pg_plugin.synthetic import Sample
 
 SYSTEM, TURN = list(range(5)), list(range(40, 52))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 from tensordict import TensorDict
 
 from tests.architectures.tiny_configs import save_causal
@@ -26,7 +27,6 @@ from verl_pg_plugin.engine import activations, compiled_layers
 from verl_pg_plugin.engine import engine as engine_module
 from verl_pg_plugin.planning import activation_level
 from verl_pg_plugin.planning.activation_level import Level, Room
-from verl_pg_plugin.synthetic import make_batch
 
 LAYERS = 4
 CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 
 from tests.engine.test_activations import recording, same_bits, update_at
 from tests.engine.test_gpu import two_groups
@@ -14,7 +15,6 @@ from tests.support import clone, group, make_engine, save_tiny_model, split_alwa
 from verl_pg_plugin.attention.kernels import kernel_obstacle
 from verl_pg_plugin.engine import activations
 from verl_pg_plugin.planning.activation_level import Level
-from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.batches import Sample, make_batch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -14,7 +15,6 @@ from verl.utils.device import get_device_id
 from tests.support import actor_loss, full_gradients, group, jagged, update
 from verl_pg_plugin.engine.batch import SequenceSelector, read_sequences
 from verl_pg_plugin.issue import BatchError
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = group(5, [3, 2, 4], 1)
 

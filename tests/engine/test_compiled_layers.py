@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from benchmarks.batches import make_batch
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.support import actor_loss, check_exact, group, make_engine, run_engine, update
 from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_forward, compile_layers, compiling
-from verl_pg_plugin.synthetic import make_batch
 
 BUDGET = 40  # of which the first group of each batch takes more
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]

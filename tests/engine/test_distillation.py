@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.batches import Sample, make_batch
 from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
@@ -27,7 +28,6 @@ from tests.support import (
     update,
 )
 from verl_pg_plugin.issue import BatchError
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 K = 8
 BEGINNINGS = CASES["one_response_is_the_beginning_of_another"]

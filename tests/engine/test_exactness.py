@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.batches import Sample, make_batch
 
 from tests.architectures.tiny_configs import save_causal
 from tests.support import FUSED_HEAD, check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.issue import BatchError
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 PAD = 0
 MIXED = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]

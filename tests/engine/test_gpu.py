@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 from tensordict import TensorDict
 
 from tests.precision import BF16, GPU_SIZES, SMOOTH_LOSS, error_of, pooled
 from tests.support import actor_loss, clone, group, make_engine, run_reference, save_tiny_model
-from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.carried_cases import CASES
@@ -20,7 +21,6 @@ from tests.support import make_engine, run_engine
 from verl_pg_plugin.attention import passes
 from verl_pg_plugin.engine import batch
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
-from verl_pg_plugin.synthetic import make_batch
 
 READS = ("tolist", "cpu", "numpy")  # item, bool and int go through _local_scalar_dense
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten::equal")

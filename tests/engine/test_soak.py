@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 
 from tests.engine.test_exactness import PADDED
 from tests.engine.test_verify import random_samples
 from tests.support import actor_loss, infer, make_engine
-from verl_pg_plugin.synthetic import make_batch
 
 MODES: dict[str, dict[str, Any]] = {
     "packed": {"splits": True},

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from benchmarks.batches import Sample, make_batch
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp import transformer_impl
@@ -28,7 +29,6 @@ from verl_pg_plugin.engine import engine as engine_module
 from verl_pg_plugin.engine import prepare
 from verl_pg_plugin.engine.prepare import RanksDifferError
 from verl_pg_plugin.planning.activation_level import Room
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2), *group(6, [7, 1], 3)]
 

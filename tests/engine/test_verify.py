@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.batches import Sample, make_batch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -17,7 +18,6 @@ from tests.precision import PRECISIONS
 from tests.support import check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, relative_errors
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*group(30, [25, 19, 31, 7], 1), *group(18, [22, 24], 2), *group(33, [14], 3)]
 FIRST, ALWAYS = {"verify": "first"}, {"verify": "every_1"}

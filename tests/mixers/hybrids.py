@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from benchmarks.batches import Sample
 from torch import nn
 
 from tests.layout.tries import Batch, batch_of
 from tests.support import TINY, VOCAB, group
-from verl_pg_plugin.synthetic import Sample
 
 EXPERTS = {
     "moe_intermediate_size": 24,

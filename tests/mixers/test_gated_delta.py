@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,6 @@ from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import CONVOLUTION, Windows, convolve, plain_convolution
-from verl_pg_plugin.synthetic import make_batch
 
 TWO_KINDS = pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
 COMPILES = [pytest.mark.slow, pytest.mark.timeout(1200)]

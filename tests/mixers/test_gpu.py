@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 from tensordict import TensorDict
 
 from tests.layout.tries import sequence_rows
@@ -21,7 +22,6 @@ from tests.support import Result, actor_loss, group, make_engine, run_reference,
 from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import Levels, Windows, convolve, delta_rule_over, plain_convolution
 from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
-from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 OBSTACLES = kernel_obstacles("cuda")

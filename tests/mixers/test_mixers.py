@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from benchmarks.batches import make_batch
 
 from tests.engine.carried_cases import ONE_GROUP
 from tests.mixers.hybrids import SAMPLES, config_of, save_hybrid
@@ -32,7 +33,6 @@ from verl_pg_plugin.architectures import architecture_issues, rmpad_fault
 from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.mixers import MIXERS, count_layers, gated_delta
 from verl_pg_plugin.planning.memory import TokenBytes
-from verl_pg_plugin.synthetic import make_batch
 
 TREE = [*group(7, [5, 2, 3], 1), *SAMPLES[-3:]]
 

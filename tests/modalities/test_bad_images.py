@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -26,7 +27,6 @@ from tests.support import clone, infer, jagged, make_engine, update
 from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.modalities import Modality
-from verl_pg_plugin.synthetic import make_batch
 
 
 @pytest.fixture(scope="module")

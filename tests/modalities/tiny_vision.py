@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from benchmarks.batches import Sample, make_batch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.mixers import hybrids
 from tests.support import TINY
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl")
 HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")

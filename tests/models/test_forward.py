@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from assemble_split_llama import assemble
+from benchmarks.batches import Sample, make_batch
 from prefix_grouper import PrefixGrouper
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -27,7 +28,6 @@ from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.engine.batch import read_sequences
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*group(9, [5, 3, 7], seed=1), *group(1, [4, 1], seed=2), *group(6, [2], seed=3)]
 """Uneven groups, a prompt of one token, a response of one token, a group of one."""

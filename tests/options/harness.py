@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from benchmarks.batches import Sample, make_batch
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
@@ -30,7 +31,6 @@ from tests.support import (
     splitting,
 )
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 HOW_TO_CUT = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "use_fused_kernels")
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from benchmarks.batches import Sample
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
@@ -19,7 +20,6 @@ from tests.options.option import Case, Option, alone, pairs
 from tests.options.table import DEFAULT, OPTIONS, case_of
 from tests.precision import BF16, FLASH, GPU_SIZES, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import group
-from verl_pg_plugin.synthetic import Sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
@@ -15,7 +16,6 @@ from verl.workers.config.actor import RolloutCorrectionConfig
 from tests.options.harness import Engines, batch_of
 from tests.options.table import DEFAULT, SAMPLES, case_of
 from tests.support import actor_loss, check_exact, check_outputs, clone, jagged, make_engine, save_tiny_model, update
-from verl_pg_plugin.synthetic import make_batch
 
 LOSS_MODES = sorted(core_algos.POLICY_LOSS_REGISTRY)
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]

@@ -4,10 +4,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from benchmarks.batches import make_batch
 
 from tests.precision import PRECISIONS, SMOOTH_LOSS, assert_no_worse, error_of
 from tests.support import actor_loss, critic_batch, group, make_engine, run_reference, save_tiny_model, splitting
-from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = [*group(120, [60, 33, 70, 5, 71], 1), *group(50, [40, 77], 2), *group(40, [64], 3)]
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 256}

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import transformers
+from benchmarks.batches import make_batch
 from verl.utils.qat.core import apply_qat, enable_qat_fuse
 from verl.workers.config import QATEngineConfig
 
@@ -20,7 +21,6 @@ from tests.options.option import Case
 from tests.options.test_gpu import NUM_BATCHES, SCALE, SMOOTH, samples_of
 from tests.precision import BF16, FLASH, GPU_SIZES, assert_no_worse, errors, pooled
 from tests.support import check_exact, make_engine, run_reference, save_tiny_model
-from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

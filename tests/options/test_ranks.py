@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks.batches import make_batch
 from torch._dynamo.utils import counters
 
 from tests.architectures.tiny_configs import save_causal
@@ -18,7 +19,6 @@ from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, er
 from tests.options.option import Case, Option, Place, alone, covering, pairs
 from tests.options.table import BUDGET, OPTIONS, SAMPLES, case_of
 from tests.support import check_outputs, critic_batch, make_engine, update
-from verl_pg_plugin.synthetic import make_batch
 
 ON_CPU = [option for option in OPTIONS if not option.needs_gpu]
 QUICK = [option for option in ON_CPU if not option.compiles]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from benchmarks.batches import make_batch
 from tensordict import TensorDict
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from verl.utils import tensordict_utils as tu
@@ -24,7 +25,6 @@ from tests.engine.ranks import on_ranks
 from tests.options.table import SAMPLES
 from tests.options.test_veomni import INSTALLED, pytestmark  # noqa: F401
 from tests.support import Result, assert_same, check_exact, infer, make_engine, old_outputs, run_reference, update
-from verl_pg_plugin.synthetic import make_batch
 
 LAYERS, EXPERTS, PER_TOKEN = 2, 8, 2
 CUTS = {"whole groups": 90, "split groups": 38}

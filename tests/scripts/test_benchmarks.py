@@ -16,13 +16,13 @@ import pytest
 from bench_attention import main as bench_attention
 from benchmarks.actor_cases import Work, batch_of_phase, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath
+from benchmarks.batches import Sample, make_batch
 from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
 from benchmarks.step_runs import ScriptRun, run_to_end
 
 from verl_pg_plugin.cli.demo import read_steps
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.synthetic import Sample, make_batch
 
 FLOPS = ModelFlops(per_token=1000.0, per_label=100.0, pairs=(PairCost(1.0),))
 
