@@ -264,3 +264,10 @@ def test_an_update_behind_one_that_failed_in_a_layer_is_exact(qwen3: str) -> Non
             update_at(level, engine, batch)
     engine.kernel = kernel
     assert_same(update_at(Level.ATTENTION_ON_HOST, engine, batch), run_reference(qwen3, batch))
+
+def test_a_critic_counts_no_logits_in_stock_verl_neither(value_model: str) -> None:
+    """Else it would take up to 3.6 times stock verl's memory."""
+    engine = make_engine(value_model, critic=True)
+    sizes = engine._token_bytes
+    assert sizes.stock() == sizes.stock(fused_kernels=True)
+    assert engine._weight_bytes.head == 0

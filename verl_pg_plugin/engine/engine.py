@@ -115,7 +115,8 @@ class SharedPrefixEngine(FSDPEngine):
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:
         config = self.model_config.hf_config.get_text_config()
-        return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles)
+        lm_head = self.model_config.model_type == "language_model"
+        return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles, lm_head)
 
     @cached_property
     def verifier(self) -> Verifier:
@@ -194,7 +195,7 @@ class SharedPrefixEngine(FSDPEngine):
             asked=asked,
             sizes=self._token_bytes,
             host_alone=self.model_config.enable_activation_offload,
-            logits_at_once=self.model_config.model_type == "language_model" and self.log_prob_head is None,
+            logits_at_once=self.log_prob_head is None,
             fused_kernels=self.log_prob_head is not None and self.log_prob_head.fused is not None,
             ranks=self.ulysses_sequence_parallel_size,
         )

@@ -39,10 +39,12 @@ class TokenBytes:
     logits: int  # of a token that runs the LM head, where all logits are held at once
 
     @classmethod
-    def of(cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True) -> TokenBytes | None:
+    def of(
+        cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True, lm_head: bool = True
+    ) -> TokenBytes | None:
         """Count from a text config, with ``itemsize`` bytes a number; None if it does not name the sizes.
 
-        Layers that are not ``compiled`` hold more while they run backwards.
+        Layers that are not ``compiled`` hold more while they run backwards. A critic has no ``lm_head``.
         """
         hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
         if not hidden or not heads:
@@ -82,7 +84,7 @@ class TokenBytes:
             sums=numbers * max(itemsize, 4),
             state=4 * states + itemsize * inputs,
             state_sums=4 * (states + inputs),
-            logits=itemsize * config.vocab_size,
+            logits=itemsize * config.vocab_size * lm_head,
         )
 
     def held(self, level: Level) -> int:
@@ -150,7 +152,7 @@ class WeightBytes:
     gradients: float
     optimizer: float
     gathered: float  # layers, embedding and LM head that are whole at the peak, and buffers of their gradients
-    head: float  # the gradient of the LM head and a chunk of logits
+    head: float  # the gradient of the LM head and a chunk of logits; 0 without one
 
     @classmethod
     def of(cls, module: Any, num_gpus: int, chunk: int = 2048) -> WeightBytes:
@@ -161,9 +163,9 @@ class WeightBytes:
         config = module.config.get_text_config()
         hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 1
         vocabulary = config.vocab_size * hidden
-        weights = sum(weight.numel() for weight in module.parameters())
+        weights, lm_head = sum(weight.numel() for weight in module.parameters()), module.get_output_embeddings()
         layer, own = (weights - vocabulary) / layers, 4 * weights / num_gpus
-        head = 4.0 * (vocabulary + config.vocab_size * chunk)
+        head = 0.0 if lm_head is None else 4.0 * (vocabulary + config.vocab_size * chunk)
         return cls(own, own, 2 * own, gathered=2 * vocabulary + 14 * layer, head=head)
 
     @property
