@@ -265,6 +265,18 @@ def test_an_update_behind_one_that_failed_in_a_layer_is_exact(qwen3: str) -> Non
     engine.kernel = kernel
     assert_same(update_at(Level.ATTENTION_ON_HOST, engine, batch), run_reference(qwen3, batch))
 
+
+def test_under_lora_gradients_and_optimizer_are_those_of_adapters(qwen3: str) -> None:
+    """Else GiB of the host and of the device are kept for nothing."""
+    engine = make_engine(qwen3, model=LORA)
+    trained = sum(weight.numel() for weight in engine.module.parameters() if weight.requires_grad)
+    found, whole = engine._weight_bytes, make_engine(qwen3)._weight_bytes
+    assert (found.gradients, found.optimizer) == (4 * trained, 8 * trained)
+    assert found.weights > whole.weights > 3 * found.gradients
+    config = engine.module.config
+    assert whole.head - found.head == 4 * config.vocab_size * config.hidden_size
+
+
 def test_a_critic_counts_no_logits_in_stock_verl_neither(value_model: str) -> None:
     """Else it would take up to 3.6 times stock verl's memory."""
     engine = make_engine(value_model, critic=True)

@@ -131,13 +131,11 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
     sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0]) if hf_config else None
     if not (sizes and nodes and per_node) or engine.device != "cuda" or not torch.cuda.is_available():
         return []
-    module = text_skeleton(hf_config)
+    module = text_skeleton(hf_config).requires_grad_(not engine.of_model("lora_rank"))
     weights = WeightBytes.of(module, nodes * per_node)
     host = host_bytes() / per_node  # verl brings weights and AdamW's state back for an update
     host -= weights.weights if engine.get("param_offload") else 0.0
     host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
-    if engine.of_model("lora_rank"):
-        weights = replace(weights, gradients=0.0, optimizer=0.0)
     if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
         weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
     total = torch.cuda.get_device_properties(0).total_memory

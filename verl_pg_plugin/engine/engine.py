@@ -92,7 +92,6 @@ class SharedPrefixEngine(FSDPEngine):
         """Let a model built from a prepared config run over shared prefixes."""
         recomputed = self.model_config.enable_gradient_checkpointing
         self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, recomputed=recomputed)
-        self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
         self._layers = decoder_layers(module)
 
     def _replace_checkpoints(self, module: nn.Module) -> None:
@@ -111,6 +110,7 @@ class SharedPrefixEngine(FSDPEngine):
         check_no_dropout(module)
         for layer in self._layers if self.compiles else ():
             fix_sizes(layer)
+        self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:

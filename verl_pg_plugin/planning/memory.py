@@ -152,21 +152,25 @@ class WeightBytes:
     gradients: float
     optimizer: float
     gathered: float  # layers, embedding and LM head that are whole at the peak, and buffers of their gradients
-    head: float  # the gradient of the LM head and a chunk of logits; 0 without one
+    head: float  # the gradient of an LM head that is trained and a chunk of logits; 0 without one
 
     @classmethod
     def of(cls, module: Any, num_gpus: int, chunk: int = 2048) -> WeightBytes:
-        """Count a transformers model before it is sharded over ``num_gpus``, on the device ``meta`` too.
+        """Count a model, adapters and all, before it is sharded over ``num_gpus``, on the device ``meta`` too.
 
         ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts.
         """
         config = module.config.get_text_config()
         hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 1
         vocabulary = config.vocab_size * hidden
-        weights, lm_head = sum(weight.numel() for weight in module.parameters()), module.get_output_embeddings()
+        weights = sum(weight.numel() for weight in module.parameters())
         layer, own = (weights - vocabulary) / layers, 4 * weights / num_gpus
-        head = 0.0 if lm_head is None else 4.0 * (vocabulary + config.vocab_size * chunk)
-        return cls(own, own, 2 * own, gathered=2 * vocabulary + 14 * layer, head=head)
+        trained = 4 * sum(weight.numel() for weight in module.parameters() if weight.requires_grad) / num_gpus
+        head = 0.0
+        if (lm_head := module.get_output_embeddings()) is not None:
+            is_trained = any(weight.requires_grad for weight in lm_head.parameters())
+            head = 4.0 * config.vocab_size * (hidden * is_trained + chunk)
+        return cls(own, trained, 2 * trained, gathered=2 * vocabulary + 14 * layer, head=head)
 
     @property
     def fixed(self) -> float:
