@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -110,7 +111,18 @@ class SharedPrefixEngine(FSDPEngine):
         check_no_dropout(module)
         for layer in self._layers if self.compiles else ():
             fix_sizes(layer)
-        self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
+        self._weight_bytes = WeightBytes.of(
+            module,
+            self.device_mesh.shape[-1],
+            self.options.logits_chunk_size,
+            keeps_weights=self._keeps_weights,
+            keeps_gradients=self.engine_config.use_no_sync_for_gradient_accumulation,
+        )
+
+    @property
+    def _keeps_weights(self) -> bool:
+        """Whether layers stay whole from their forward to their backward; VeOmni's do not."""
+        return not getattr(self.engine_config, "reshard_after_forward", True)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:
@@ -201,11 +213,13 @@ class SharedPrefixEngine(FSDPEngine):
         )
         if forward_only or get_device_name() != "cuda":
             return levels
-        weights, others = self._weight_bytes, self.device_mesh.shape[-1] - 1
-        unsharded = weights.gradients * others if self.engine_config.use_no_sync_for_gradient_accumulation else 0
+        weights = self._weight_bytes
+        for part in self.module.modules() if self._keeps_weights else ():
+            if isinstance(part, FSDPModule):  # whole behind a forward alone, and counted in ``gathered``
+                part.reshard()
         rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
         with rooms as found:  # of ranks that share tokens: they cut them alike
-            found.append(room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes))
+            found.append(room_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
         return replace(levels, room=Room(*map(min, zip(*map(astuple, found), strict=True))))
 
     @cached_property

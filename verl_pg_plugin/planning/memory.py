@@ -155,10 +155,19 @@ class WeightBytes:
     head: float  # the gradient of an LM head that is trained and a chunk of logits; 0 without one
 
     @classmethod
-    def of(cls, module: Any, num_gpus: int, chunk: int = 2048) -> WeightBytes:
+    def of(
+        cls,
+        module: Any,
+        num_gpus: int,
+        chunk: int = 2048,
+        *,
+        keeps_weights: bool = False,
+        keeps_gradients: bool = False,
+    ) -> WeightBytes:
         """Count a model, adapters and all, before it is sharded over ``num_gpus``, on the device ``meta`` too.
 
-        ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts.
+        ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts. What
+        FSDP ``keeps`` is whole: weights until the backward, gradients until the last micro-batch.
         """
         config = module.config.get_text_config()
         hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 1
@@ -170,7 +179,10 @@ class WeightBytes:
         if (lm_head := module.get_output_embeddings()) is not None:
             is_trained = any(weight.requires_grad for weight in lm_head.parameters())
             head = 4.0 * config.vocab_size * (hidden * is_trained + chunk)
-        return cls(own, trained, 2 * trained, gathered=2 * vocabulary + 14 * layer, head=head)
+        # Of two layers bfloat16 weights, and gradients in bfloat16 and twice in float32.
+        gathered = 2 * weights + 10 * layer if keeps_weights else 2 * vocabulary + 14 * layer
+        gathered += trained * (num_gpus - 1) if keeps_gradients else 0
+        return cls(own, trained, 2 * trained, gathered, head)
 
     @property
     def fixed(self) -> float:
