@@ -221,6 +221,17 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
     assert same_bits(results)
 
 
+def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen3: str, monkeypatch, caplog) -> None:
+    def told(**settings: Any) -> str:
+        make_engine(qwen3, **settings).plan(CUT.copy(), forward_only=False)
+        return caplog.messages[-1]
+
+    assert told(engine={"activations": "inputs"}).endswith("(as asked)")
+    assert told(model={"enable_gradient_checkpointing": False}).endswith("(without gradient checkpointing)")
+    monkeypatch.setattr(engine_module, "decoder_layers", lambda module: [])
+    assert told().endswith("(by the model's own checkpoints)")
+
+
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
     """And verify mode, whose forwards verl's own offload would count, runs beside it."""
     model = {"enable_activation_offload": True}

@@ -26,7 +26,7 @@ from verl_pg_plugin.engine.activations import host_bytes
 from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.activation_level import Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
@@ -149,9 +149,11 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
 
 def _levels(engine: Engine) -> Levels:
     """Those that the settings allow."""
-    name = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
-    asked = None if name == "auto" else Level(name)
-    return Levels(asked, host_alone=bool(engine.of_model("enable_activation_offload")))
+    return Levels.of_settings(
+        engine.option("activations"),
+        engine.of_model("enable_gradient_checkpointing"),
+        host_alone=bool(engine.of_model("enable_activation_offload")),
+    )
 
 
 def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:

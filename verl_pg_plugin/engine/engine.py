@@ -60,7 +60,7 @@ class SharedPrefixEngine(FSDPEngine):
     """What both engines have in common: packed mode with ``use_remove_padding=True``, else upstream's padded groups."""
 
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
-    _told_level = False
+    _told_level, _why_asked = False, "as asked"
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         # First: a setting is refused in our words, not in verl's.
@@ -103,6 +103,8 @@ class SharedPrefixEngine(FSDPEngine):
             if asked not in ("auto", Level.INPUTS.value):
                 why = f"it does not say which modules are its decoder layers, for ++prefix_grouper.activations={asked}"
                 refuse(module, [Issue("", why, "++prefix_grouper.activations=inputs")])
+            if asked == "auto":
+                self._why_asked = "by the model's own checkpoints"
             self.options = replace(self.options, activations=Level.INPUTS.value)
         self.activations = Activations(layers, None if get_device_name() == "cpu" else PinnedCopier())
 
@@ -200,11 +202,10 @@ class SharedPrefixEngine(FSDPEngine):
 
     def _levels(self, forward_only: bool) -> Levels:
         """How the micro-batches of the next mini-batch get their activation level."""
-        asked = None if self.options.activations == "auto" else Level(self.options.activations)
-        if not self.model_config.enable_gradient_checkpointing:
-            asked = Level.ALL
-        levels = Levels(
-            asked=asked,
+        levels = Levels.of_settings(
+            self.options.activations,
+            self.model_config.enable_gradient_checkpointing,
+            why_asked=self._why_asked,
             sizes=self._token_bytes,
             host_alone=self.model_config.enable_activation_offload,
             logits_at_once=self.log_prob_head is None,

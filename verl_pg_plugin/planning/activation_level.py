@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_pg_plugin.planning.memory import TokenBytes
@@ -62,6 +62,14 @@ class Levels:
     fused_kernels: bool = False  # verl's, which hold none, in stock verl too
     ranks: int = 1  # that share the tokens
     stock: float = math.inf  # bytes that stock verl takes of a rank for the mini-batch
+    why_asked: str = "as asked"
+
+    @classmethod
+    def of_settings(cls, activations: str, checkpointing: Any, **facts: Any) -> Levels:
+        """As ``++prefix_grouper.activations`` and verl's ``enable_gradient_checkpointing`` ask."""
+        if not checkpointing:
+            return cls(**{**facts, "asked": Level.ALL, "why_asked": "without gradient checkpointing"})
+        return cls(asked=None if activations == "auto" else Level(activations), **facts)
 
     @property
     def ladder(self) -> tuple[Level, ...]:
@@ -73,7 +81,7 @@ class Levels:
     def why(self) -> str:
         """For the log."""
         if self.asked or self.sizes is None or self.room is None:
-            return "as asked" if self.asked else "nothing limits it here"
+            return self.why_asked if self.asked else "nothing limits it here"
         device, host, stock = (f"{number / 2**30:.1f}" for number in (self.room.device, self.room.host, self.stock))
         return (
             f"++prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, {host} of "
