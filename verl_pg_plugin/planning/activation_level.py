@@ -108,8 +108,7 @@ class Levels:
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
-        beside = self.sizes.beside(**cache_use)
-        beside += labels * self.sizes.logits if self.logits_at_once else 0
+        beside = self.beside(labels, **cache_use)
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
         smallest = Level.INPUTS
         for level in self.ladder:
@@ -119,6 +118,11 @@ class Levels:
                 return level
             smallest = level if level.on_host else Level.INPUTS
         return smallest
+
+    def beside(self, labels: int, **cache_use: int) -> int:
+        """What a micro-batch takes beside its computed tokens; ``sizes`` are known."""
+        assert self.sizes is not None
+        return self.sizes.beside(**cache_use) + (labels * self.sizes.logits if self.logits_at_once else 0)
 
     def host_bytes(self, level: Level, tokens: int) -> float:
         """What a micro-batch of so many tokens keeps on the host of a rank; 0 where sizes are unknown."""
