@@ -143,8 +143,8 @@ class SharedPrefixEngine(FSDPEngine):
         """Run a mini-batch in verl's no-padding format, as verl's engine does.
 
         Returns ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output``
-        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong in front of the first forward is a
-        ValueError or RankError on every rank; what fails later, as verify mode by MismatchError, on its rank alone.
+        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong with a mini-batch is a ValueError or
+        RankError on every rank; what else fails, as verify mode by MismatchError, fails on its rank alone.
         """
         plan = self.plan(data, forward_only)
         loss_weights = self._count_loss_tokens(plan)

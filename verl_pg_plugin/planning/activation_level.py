@@ -124,7 +124,7 @@ class Levels:
         assert self.sizes is not None
         return self.sizes.beside(**cache_use) + (labels * self.sizes.logits if self.logits_at_once else 0)
 
-    def host_bytes(self, level: Level, tokens: int) -> float:
+    def host_bytes(self, level: Level, tokens: float) -> float:
         """What a micro-batch of so many tokens keeps on the host of a rank; 0 where sizes are unknown."""
         return tokens * self.sizes.held(level) / self.ranks if self.sizes and level.on_host else 0.0
 
@@ -132,19 +132,23 @@ class Levels:
         """Whether a group above the budget stays whole: within stock verl's memory, or where its split would take more.
 
         Of splits, one reads the ``shared`` tokens from the chunk that computes them, which holds sums beside them. The
-        other computes them in each chunk; it is left where the ``longest`` sequence fits and the group does not.
+        other computes them in each chunk; it is left where the ``longest`` sequence fits and the group does not. Where
+        its split would take more, a group may take more than stock verl.
         """
-        if self.sizes is None or self.room is None:
+        sizes, room = self.sizes, self.room
+        if sizes is None or room is None:
             return False
-        limits = []  # of each level: tokens within stock verl's memory, tokens that fit, a token's sums in tokens
-        for level in self.ladder if self.asked else (*self.ladder, Level.INPUTS):
-            computed = (self.sizes.on_device(level) + self.logits_at_once * self.sizes.logits) / self.ranks
-            held = self.room.host * self.ranks / self.sizes.held(level) if level.on_host else math.inf
-            stock = min(self.room.device, self.stock) / computed
-            most = (self.room.device + self.room.reserve) / computed
-            limits.append((min(stock, held), min(most, held), self.sizes.beside(pending=1) / self.ranks / computed))
-        nothing_fits = longest > max(most for _, most, _ in limits)
-        return any(
-            tokens <= stock or (tokens <= (1 + sums) * shared and (tokens <= most or nothing_fits))
-            for stock, most, sums in limits
-        )
+        levels = self.ladder if self.asked else (*self.ladder, Level.INPUTS)
+        logits, sums = self.logits_at_once * sizes.logits, sizes.beside(pending=1) / self.ranks
+        computed = {level: (sizes.on_device(level) + logits) / self.ranks for level in levels}
+
+        def fitting(number: float, device: float) -> list[Level]:
+            """Levels at which so many tokens fit into so many bytes of the device, and on the host."""
+            found = [level for level in levels if number <= device / computed[level]]
+            return [level for level in found if not level.on_host or self.host_bytes(level, number) <= room.host]
+
+        if fitting(tokens, min(room.device, self.stock)):
+            return True
+        device = room.device + room.reserve
+        left = fitting(tokens, device) or ([] if fitting(longest, device) else levels)
+        return any(tokens <= (1 + sums / computed[level]) * shared for level in left)
