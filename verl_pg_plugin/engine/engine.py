@@ -113,6 +113,7 @@ class SharedPrefixEngine(FSDPEngine):
         check_no_dropout(module)
         for layer in self._layers if self.compiles else ():
             fix_sizes(layer)
+        self._keeps_weights = not getattr(self.engine_config, "reshard_after_forward", True)  # VeOmni's config has none
         self._weight_bytes = WeightBytes.of(
             module,
             self.device_mesh.shape[-1],
@@ -120,11 +121,6 @@ class SharedPrefixEngine(FSDPEngine):
             keeps_weights=self._keeps_weights,
             keeps_gradients=self.engine_config.use_no_sync_for_gradient_accumulation,
         )
-
-    @property
-    def _keeps_weights(self) -> bool:
-        """Whether layers stay whole from their forward to their backward; VeOmni's do not."""
-        return not getattr(self.engine_config, "reshard_after_forward", True)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:

@@ -144,7 +144,7 @@ class Levels:
 
         def fitting(number: float, device: float) -> list[Level]:
             """Levels at which so many tokens fit into so many bytes of the device, and on the host."""
-            found = [level for level in levels if number <= device / computed[level]]
+            found = (level for level in levels if number <= device / computed[level])
             return [level for level in found if not level.on_host or self.host_bytes(level, number) <= room.host]
 
         if fitting(tokens, min(room.device, self.stock)):

@@ -175,10 +175,9 @@ class WeightBytes:
         weights = sum(weight.numel() for weight in module.parameters())
         layer, own = (weights - vocabulary) / layers, 4 * weights / num_gpus
         trained = 4 * sum(weight.numel() for weight in module.parameters() if weight.requires_grad) / num_gpus
-        head = 0.0
-        if (lm_head := module.get_output_embeddings()) is not None:
-            is_trained = any(weight.requires_grad for weight in lm_head.parameters())
-            head = 4.0 * config.vocab_size * (hidden * is_trained + chunk)
+        lm_head = module.get_output_embeddings()
+        of_head = [] if lm_head is None else [weight.requires_grad for weight in lm_head.parameters()]
+        head = 4.0 * config.vocab_size * (hidden * any(of_head) + chunk) if of_head else 0.0
         # Of two layers bfloat16 weights, and gradients in bfloat16 and twice in float32.
         gathered = 2 * weights + 10 * layer if keeps_weights else 2 * vocabulary + 14 * layer
         gathered += trained * (num_gpus - 1) if keeps_gradients else 0
