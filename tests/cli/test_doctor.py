@@ -312,7 +312,8 @@ def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carr
 
 
 def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed, tmp_path, on_a_gpu) -> None:
-    wide = Qwen3Config(**{**config_support.TINY, "hidden_size": 4096, "intermediate_size": 12288})
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 2**17}
+    wide = Qwen3Config(**{**config_support.TINY, **sizes})
     path = f"{MODEL}.path={config_support.save_checkpoint(tmp_path, wide)}"
 
     def told(*asked: str) -> Check:
@@ -323,6 +324,12 @@ def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed,
 
     assert "of 80.0 GiB on the device" in told().text
     assert told(f"{MODEL}.enable_gradient_checkpointing=False").text.startswith("all: ")
-    assert gib() > gib(f"{MODEL}.lora_rank=8") > gib(f"{ACTOR}.fsdp_config.offload_policy=True")
+    assert gib() > max(gib(f"{MODEL}.lora_rank=8"), gib(f"{ACTOR}.fsdp_config.offload_policy=True"))
+    assert gib(f"{ACTOR}.fsdp_config.fsdp_size=2") > gib(), "as many GPUs share the weights"
+    assert gib(f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=True") > gib()
+    most, at_once, least = (gib(f"prefix_grouper.logits_chunk_size={size}") for size in (10_000, 0, 1))
+    assert most > at_once > least
+    on_a_gpu.total_memory = int(1.04 * gib() * 2**30)
+    assert told().status == WARN, "the engine leaves a part of the device free"
     on_a_gpu.total_memory = 1
     assert told().status == WARN

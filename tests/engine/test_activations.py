@@ -221,6 +221,17 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
     assert same_bits(results)
 
 
+def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen3: str, monkeypatch, caplog) -> None:
+    def told(**settings: Any) -> str:
+        make_engine(qwen3, **settings).plan(CUT.copy(), forward_only=False)
+        return caplog.messages[-1]
+
+    assert told(engine={"activations": "inputs"}).endswith("(as asked)")
+    assert told(model={"enable_gradient_checkpointing": False}).endswith("(without gradient checkpointing)")
+    monkeypatch.setattr(engine_module, "decoder_layers", lambda module: [])
+    assert told().endswith("(by the model's own checkpoints)")
+
+
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
     """And verify mode, whose forwards verl's own offload would count, runs beside it."""
     model = {"enable_activation_offload": True}
@@ -264,3 +275,32 @@ def test_an_update_behind_one_that_failed_in_a_layer_is_exact(qwen3: str) -> Non
             update_at(level, engine, batch)
     engine.kernel = kernel
     assert_same(update_at(Level.ATTENTION_ON_HOST, engine, batch), run_reference(qwen3, batch))
+
+
+def test_under_lora_gradients_and_optimizer_are_those_of_adapters(qwen3: str) -> None:
+    """Else GiB of the host and of the device are kept for nothing."""
+    engine = make_engine(qwen3, model=LORA)
+    trained = sum(weight.numel() for weight in engine.module.parameters() if weight.requires_grad)
+    found, whole = engine._weight_bytes, make_engine(qwen3)._weight_bytes
+    assert (found.gradients, found.optimizer) == (4 * trained, 8 * trained)
+    assert found.weights > whole.weights > 3 * found.gradients
+    assert whole.head - found.head == 4 * engine.module.get_output_embeddings().weight.numel()
+
+
+def test_layers_that_stay_whole_until_their_backward_are_counted_once(qwen3: str, monkeypatch) -> None:
+    """Also where a forward alone has left them whole."""
+    engine, seen = make_engine(qwen3, engine={"reshard_after_forward": False}), []
+    assert engine._weight_bytes.gathered > make_engine(qwen3)._weight_bytes.gathered
+    infer(engine, CUT)
+    monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(
+        engine_module, "room_of_rank", lambda module, *_: seen.extend(module.parameters()) or Room(1, 1)
+    )
+    engine._levels(forward_only=False)
+    assert {hasattr(weight, "_local_tensor") for weight in seen} == {True}
+
+
+def test_a_critic_counts_no_logits_in_stock_verl_neither(value_model: str) -> None:
+    """Else it would take up to 3.6 times stock verl's memory."""
+    engine = make_engine(value_model, critic=True)
+    assert engine._token_bytes.logits == engine._weight_bytes.head == 0

@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
     if sizes is None:
         raise CommandError(f"--model {args.model}: its config names no hidden_size or no num_attention_heads")
-    asked = None if args.activations == "auto" else Level(args.activations)
-    levels = Levels(asked, sizes, weights.room(2**30 * gib, 2**30 * args.host_gib))
+    room = weights.room(2**30 * gib, 2**30 * args.host_gib)
+    levels = Levels.of_settings(args.activations, True, sizes=sizes, room=room)
 
     rows: list[dict[str, Any]] = []
     settings = {"compile_layers": compiled, "kernel": args.kernel}

@@ -26,7 +26,7 @@ from verl_pg_plugin.engine.activations import host_bytes
 from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
@@ -131,29 +131,40 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
     sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0]) if hf_config else None
     if not (sizes and nodes and per_node) or engine.device != "cuda" or not torch.cuda.is_available():
         return []
-    module = text_skeleton(hf_config)
-    weights = WeightBytes.of(module, nodes * per_node)
+    module = text_skeleton(hf_config).requires_grad_(not engine.of_model("lora_rank"))
+    chunk, gpus = count_of(config, f"{OPTIONS}.logits_chunk_size"), nodes * per_node
+    weights = WeightBytes.of(
+        module,
+        min(count_of(config, f"{engine.section}.fsdp_size") or gpus, gpus),
+        chunk,
+        keeps_weights=engine.get("reshard_after_forward") is False,
+        keeps_gradients=bool(engine.get("use_no_sync_for_gradient_accumulation")),
+    )
     host = host_bytes() / per_node  # verl brings weights and AdamW's state back for an update
     host -= weights.weights if engine.get("param_offload") else 0.0
     host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
-    if engine.of_model("lora_rank"):
-        weights = replace(weights, gradients=0.0, optimizer=0.0)
     if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
         weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
     total = torch.cuda.get_device_properties(0).total_memory
-    levels = replace(_levels(engine), sizes=sizes, room=weights.room(total, host), ranks=engine.sp_size)
+    fused, room = bool(engine.of_model("use_fused_kernels")), weights.room(total, host)
+    heads = {"logits_at_once": not (chunk or fused), "fused_kernels": fused}
+    levels = _levels(engine, sizes=sizes, room=room, ranks=engine.sp_size, **heads)
     found = forecast(group, ModelFlops.of(module), levels, budget, carry=carries)
     peak, has = found.peak_gib(weights), total / 2**30
     text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} on the host"
-    fits, fix = peak <= has, "it will hardly fit: more GPUs, or a Ulysses group"
-    return [Check(OK if fits else WARN, "memory of the update", text, "" if fits else fix)]
+    if peak <= (1 - DEVICE_RESERVE) * has and found.host_gib <= max(host, 0.0) / 2**30:
+        return [Check(OK, "memory of the update", text)]
+    return [Check(WARN, "memory of the update", text, "it will hardly fit: more GPUs, or a Ulysses group")]
 
 
-def _levels(engine: Engine) -> Levels:
+def _levels(engine: Engine, **facts: Any) -> Levels:
     """Those that the settings allow."""
-    name = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
-    asked = None if name == "auto" else Level(name)
-    return Levels(asked, host_alone=bool(engine.of_model("enable_activation_offload")))
+    return Levels.of_settings(
+        engine.option("activations"),
+        engine.of_model("enable_gradient_checkpointing"),
+        host_alone=bool(engine.of_model("enable_activation_offload")),
+        **facts,
+    )
 
 
 def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:

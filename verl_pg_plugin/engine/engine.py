@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -59,7 +60,7 @@ class SharedPrefixEngine(FSDPEngine):
     """What both engines have in common: packed mode with ``use_remove_padding=True``, else upstream's padded groups."""
 
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
-    _told_level = False
+    _told_level, _why_asked = False, "as asked"
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         # First: a setting is refused in our words, not in verl's.
@@ -92,7 +93,6 @@ class SharedPrefixEngine(FSDPEngine):
         """Let a model built from a prepared config run over shared prefixes."""
         recomputed = self.model_config.enable_gradient_checkpointing
         self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, recomputed=recomputed)
-        self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
         self._layers = decoder_layers(module)
 
     def _replace_checkpoints(self, module: nn.Module) -> None:
@@ -103,6 +103,8 @@ class SharedPrefixEngine(FSDPEngine):
             if asked not in ("auto", Level.INPUTS.value):
                 why = f"it does not say which modules are its decoder layers, for ++prefix_grouper.activations={asked}"
                 refuse(module, [Issue("", why, "++prefix_grouper.activations=inputs")])
+            if asked == "auto":
+                self._why_asked = "by the model's own checkpoints"
             self.options = replace(self.options, activations=Level.INPUTS.value)
         self.activations = Activations(layers, None if get_device_name() == "cpu" else PinnedCopier())
 
@@ -111,11 +113,20 @@ class SharedPrefixEngine(FSDPEngine):
         check_no_dropout(module)
         for layer in self._layers if self.compiles else ():
             fix_sizes(layer)
+        self._keeps_weights = not getattr(self.engine_config, "reshard_after_forward", True)  # VeOmni's config has none
+        self._weight_bytes = WeightBytes.of(
+            module,
+            self.device_mesh.shape[-1],
+            self.options.logits_chunk_size,
+            keeps_weights=self._keeps_weights,
+            keeps_gradients=self.engine_config.use_no_sync_for_gradient_accumulation,
+        )
 
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:
         config = self.model_config.hf_config.get_text_config()
-        return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles)
+        lm_head = self.model_config.model_type == "language_model"
+        return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles, lm_head)
 
     @cached_property
     def verifier(self) -> Verifier:
@@ -128,8 +139,8 @@ class SharedPrefixEngine(FSDPEngine):
         """Run a mini-batch in verl's no-padding format, as verl's engine does.
 
         Returns ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output``
-        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong in front of the first forward is a
-        ValueError or RankError on every rank; what fails later, as verify mode by MismatchError, on its rank alone.
+        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong with a mini-batch is a ValueError or
+        RankError on every rank; what else fails, as verify mode by MismatchError, fails on its rank alone.
         """
         plan = self.plan(data, forward_only)
         loss_weights = self._count_loss_tokens(plan)
@@ -187,24 +198,25 @@ class SharedPrefixEngine(FSDPEngine):
 
     def _levels(self, forward_only: bool) -> Levels:
         """How the micro-batches of the next mini-batch get their activation level."""
-        asked = None if self.options.activations == "auto" else Level(self.options.activations)
-        if not self.model_config.enable_gradient_checkpointing:
-            asked = Level.ALL
-        levels = Levels(
-            asked=asked,
+        levels = Levels.of_settings(
+            self.options.activations,
+            self.model_config.enable_gradient_checkpointing,
+            why_asked=self._why_asked,
             sizes=self._token_bytes,
             host_alone=self.model_config.enable_activation_offload,
-            logits_at_once=self.model_config.model_type == "language_model" and self.log_prob_head is None,
+            logits_at_once=self.log_prob_head is None,
             fused_kernels=self.log_prob_head is not None and self.log_prob_head.fused is not None,
             ranks=self.ulysses_sequence_parallel_size,
         )
         if forward_only or get_device_name() != "cuda":
             return levels
-        weights, others = self._weight_bytes, self.device_mesh.shape[-1] - 1
-        unsharded = weights.gradients * others if self.engine_config.use_no_sync_for_gradient_accumulation else 0
+        weights = self._weight_bytes
+        for part in self.module.modules() if self._keeps_weights else ():
+            if isinstance(part, FSDPModule):  # whole behind a forward alone, and counted in ``gathered``
+                part.reshard()
         rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
         with rooms as found:  # of ranks that share tokens: they cut them alike
-            found.append(room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes))
+            found.append(room_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
         return replace(levels, room=Room(*map(min, zip(*map(astuple, found), strict=True))))
 
     @cached_property

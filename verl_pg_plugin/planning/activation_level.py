@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_pg_plugin.planning.memory import TokenBytes
@@ -62,6 +62,14 @@ class Levels:
     fused_kernels: bool = False  # verl's, which hold none, in stock verl too
     ranks: int = 1  # that share the tokens
     stock: float = math.inf  # bytes that stock verl takes of a rank for the mini-batch
+    why_asked: str = "as asked"
+
+    @classmethod
+    def of_settings(cls, activations: str, checkpointing: Any, **facts: Any) -> Levels:
+        """As ``++prefix_grouper.activations`` and verl's ``enable_gradient_checkpointing`` ask."""
+        if not checkpointing:
+            return cls(**{**facts, "asked": Level.ALL, "why_asked": "without gradient checkpointing"})
+        return cls(asked=None if activations == "auto" else Level(activations), **facts)
 
     @property
     def ladder(self) -> tuple[Level, ...]:
@@ -73,7 +81,7 @@ class Levels:
     def why(self) -> str:
         """For the log."""
         if self.asked or self.sizes is None or self.room is None:
-            return "as asked" if self.asked else "nothing limits it here"
+            return self.why_asked if self.asked else "nothing limits it here"
         device, host, stock = (f"{number / 2**30:.1f}" for number in (self.room.device, self.room.host, self.stock))
         return (
             f"++prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, {host} of "
@@ -100,8 +108,7 @@ class Levels:
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
-        beside = self.sizes.beside(**cache_use)
-        beside += labels * self.sizes.logits if self.logits_at_once else 0
+        beside = self.beside(labels, **cache_use)
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
         smallest = Level.INPUTS
         for level in self.ladder:
@@ -112,7 +119,12 @@ class Levels:
             smallest = level if level.on_host else Level.INPUTS
         return smallest
 
-    def host_bytes(self, level: Level, tokens: int) -> float:
+    def beside(self, labels: int, **cache_use: int) -> int:
+        """What a micro-batch takes beside its computed tokens; ``sizes`` are known."""
+        assert self.sizes is not None
+        return self.sizes.beside(**cache_use) + (labels * self.sizes.logits if self.logits_at_once else 0)
+
+    def host_bytes(self, level: Level, tokens: float) -> float:
         """What a micro-batch of so many tokens keeps on the host of a rank; 0 where sizes are unknown."""
         return tokens * self.sizes.held(level) / self.ranks if self.sizes and level.on_host else 0.0
 
@@ -120,19 +132,23 @@ class Levels:
         """Whether a group above the budget stays whole: within stock verl's memory, or where its split would take more.
 
         Of splits, one reads the ``shared`` tokens from the chunk that computes them, which holds sums beside them. The
-        other computes them in each chunk; it is left where the ``longest`` sequence fits and the group does not.
+        other computes them in each chunk; it is left where the ``longest`` sequence fits and the group does not. Where
+        its split would take more, a group may take more than stock verl.
         """
-        if self.sizes is None or self.room is None:
+        sizes, room = self.sizes, self.room
+        if sizes is None or room is None:
             return False
-        limits = []  # of each level: tokens within stock verl's memory, tokens that fit, a token's sums in tokens
-        for level in self.ladder if self.asked else (*self.ladder, Level.INPUTS):
-            computed = (self.sizes.on_device(level) + self.logits_at_once * self.sizes.logits) / self.ranks
-            held = self.room.host * self.ranks / self.sizes.held(level) if level.on_host else math.inf
-            stock = min(self.room.device, self.stock) / computed
-            most = (self.room.device + self.room.reserve) / computed
-            limits.append((min(stock, held), min(most, held), self.sizes.beside(pending=1) / self.ranks / computed))
-        nothing_fits = longest > max(most for _, most, _ in limits)
-        return any(
-            tokens <= stock or (tokens <= (1 + sums) * shared and (tokens <= most or nothing_fits))
-            for stock, most, sums in limits
-        )
+        levels = self.ladder if self.asked else (*self.ladder, Level.INPUTS)
+        logits, sums = self.logits_at_once * sizes.logits, sizes.beside(pending=1) / self.ranks
+        computed = {level: (sizes.on_device(level) + logits) / self.ranks for level in levels}
+
+        def fitting(number: float, device: float) -> list[Level]:
+            """Levels at which so many tokens fit into so many bytes of the device, and on the host."""
+            found = (level for level in levels if number <= device / computed[level])
+            return [level for level in found if not level.on_host or self.host_bytes(level, number) <= room.host]
+
+        if fitting(tokens, min(room.device, self.stock)):
+            return True
+        device = room.device + room.reserve
+        left = fitting(tokens, device) or ([] if fitting(longest, device) else levels)
+        return any(tokens <= (1 + sums / computed[level]) * shared for level in left)

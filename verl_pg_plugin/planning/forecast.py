@@ -135,7 +135,8 @@ def forecast(
         return old_log_prob, update
 
     def kept(layout: PackedLayout, level: Level) -> float:
-        return (layout.num_tokens * sizes.waiting(level) + sizes.beside(**layout.cache_use)) / levels.ranks
+        beside = levels.beside(len(layout.head_index), **layout.cache_use)
+        return (layout.num_tokens * sizes.waiting(level) + beside) / levels.ranks
 
     def peak(layout: PackedLayout, level: Level) -> float:
         return kept(layout, level) + layout.num_tokens * sizes.working(level) / levels.ranks

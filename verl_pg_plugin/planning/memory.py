@@ -39,10 +39,12 @@ class TokenBytes:
     logits: int  # of a token that runs the LM head, where all logits are held at once
 
     @classmethod
-    def of(cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True) -> TokenBytes | None:
+    def of(
+        cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True, lm_head: bool = True
+    ) -> TokenBytes | None:
         """Count from a text config, with ``itemsize`` bytes a number; None if it does not name the sizes.
 
-        Layers that are not ``compiled`` hold more while they run backwards.
+        Layers that are not ``compiled`` hold more while they run backwards. A critic has no ``lm_head``.
         """
         hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
         if not hidden or not heads:
@@ -82,7 +84,7 @@ class TokenBytes:
             sums=numbers * max(itemsize, 4),
             state=4 * states + itemsize * inputs,
             state_sums=4 * (states + inputs),
-            logits=itemsize * config.vocab_size,
+            logits=itemsize * config.vocab_size * lm_head,
         )
 
     def held(self, level: Level) -> int:
@@ -150,21 +152,36 @@ class WeightBytes:
     gradients: float
     optimizer: float
     gathered: float  # layers, embedding and LM head that are whole at the peak, and buffers of their gradients
-    head: float  # the gradient of the LM head and a chunk of logits
+    head: float  # the gradient of an LM head that is trained and a chunk of logits; 0 without one
 
     @classmethod
-    def of(cls, module: Any, num_gpus: int, chunk: int = 2048) -> WeightBytes:
-        """Count a transformers model before it is sharded over ``num_gpus``, on the device ``meta`` too.
+    def of(
+        cls,
+        module: Any,
+        num_gpus: int,
+        chunk: int = 2048,
+        *,
+        keeps_weights: bool = False,
+        keeps_gradients: bool = False,
+    ) -> WeightBytes:
+        """Count a model, adapters and all, before it is sharded over ``num_gpus``, on the device ``meta`` too.
 
-        ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts.
+        ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts. What
+        FSDP ``keeps`` is whole: weights until the backward, gradients until the last micro-batch.
         """
         config = module.config.get_text_config()
         hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 1
         vocabulary = config.vocab_size * hidden
         weights = sum(weight.numel() for weight in module.parameters())
         layer, own = (weights - vocabulary) / layers, 4 * weights / num_gpus
-        head = 4.0 * (vocabulary + config.vocab_size * chunk)
-        return cls(own, own, 2 * own, gathered=2 * vocabulary + 14 * layer, head=head)
+        trained = 4 * sum(weight.numel() for weight in module.parameters() if weight.requires_grad) / num_gpus
+        lm_head = module.get_output_embeddings()
+        of_head = [] if lm_head is None else [weight.requires_grad for weight in lm_head.parameters()]
+        head = 4.0 * config.vocab_size * (hidden * any(of_head) + chunk) if of_head else 0.0
+        # Of two layers bfloat16 weights, and gradients in bfloat16 and twice in float32.
+        gathered = 2 * weights + 10 * layer if keeps_weights else 2 * vocabulary + 14 * layer
+        gathered += trained * (num_gpus - 1) if keeps_gradients else 0
+        return cls(own, trained, 2 * trained, gathered, head)
 
     @property
     def fixed(self) -> float:
