@@ -29,10 +29,8 @@ from transformers import __version__ as transformers_version
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from verl_pg_plugin.attention.kernels import kernel_obstacle
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers, stateful_model_types, unknown_layer_types
-from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.mixers.gated_delta import GATED_DELTA, MULTIMODAL_MODEL_TYPES, has_fla
 from verl_pg_plugin.modalities import modality_obstacles
 
@@ -306,14 +304,14 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
 
     Recurrent layers are not told where a sequence begins: tiny models are off by 0.30 to 0.35 in a log-prob. verl's
     forward of multimodal Qwen3.5 tells fla's kernels alone. ``POSITIONS_KEPT``: a tiny Ministral 3 on an H200 was off
-    by 10%. ``MASKS_WITHOUT_POSITIONS``: gradients of a tiny gpt-oss are off by 40%. Capped scores: some builds of
-    flash-attn 2 leave them out. A config without an ``attn_implementation`` takes flash-attn, verl's default.
+    by 10%. ``MASKS_WITHOUT_POSITIONS``: gradients of a tiny gpt-oss are off by 40%. A config without an
+    ``attn_implementation`` takes flash-attn, verl's default.
     """
     text, kind = hf_config.get_text_config(), hf_config.model_type
     default = "flash_attention_2" if device_name == "cuda" else "sdpa"
     implementation = text._attn_implementation or default
     told = kind in MULTIMODAL_MODEL_TYPES and device_name == "cuda" and has_fla()
-    why, way_out = "", ""
+    way_out = ""
     if count_layers(text)[GATED_DELTA] and not MIXERS[GATED_DELTA].obstacles(text) and not told:
         why = (
             "its Gated DeltaNet layers carry the state of each sequence into the next, so log-probs and gradients "
@@ -324,12 +322,7 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
         way_out = f"set {OVERRIDE}.attn_implementation=sdpa, or "
     elif text.model_type in MASKS_WITHOUT_POSITIONS and implementation in ("eager", "sdpa"):
         why = f"its masks in {implementation} do not tell where a sequence begins, so tokens see those in front of it"
-    elif attention_needs(text).softcap and implementation == "flash_attention_2":
-        if kernel_obstacle("flash_attn_2", device_name):
-            return None
-        found = kernel_obstacle("flash_attn_2", device_name, attention_needs(text))
-        why = f"flash_attn_2 {found}" if found else ""
-    if not why:
+    else:
         return None
     fix = "set actor_rollout_ref.actor.use_prefix_grouper=True, or actor_rollout_ref.model.use_remove_padding=False"
     return Issue("", f"stock verl's rmpad mode computes {kind} wrongly: {why}", way_out + fix)

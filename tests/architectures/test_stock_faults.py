@@ -14,7 +14,6 @@ from transformers.masking_utils import sdpa_mask
 
 from tests.architectures.outcome import EXACT, outcome_of
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
-from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import MASKS_WITHOUT_POSITIONS, POSITIONS_KEPT, rmpad_fault
 
 RECORDING = "recording"
@@ -82,17 +81,6 @@ def test_rmpad_is_told_of_where_it_is_wrong(model_type, implementation, device, 
     fault = rmpad_fault(config, device)
     assert (fault is not None) == bool(why)
     assert fault is None or (f"computes {model_type} wrongly: {why}" in fault.why and fix in fault.fix)
-
-
-@pytest.mark.parametrize("obstacle", ["does not cap scores", ""])
-def test_capped_scores_on_a_flash_attn_built_without_are_told_of(obstacle, monkeypatch) -> None:
-    """Such a build multiplies scores by the cap in stock verl too."""
-    monkeypatch.setattr(architectures, "kernel_obstacle", lambda name, device, needs=None: obstacle if needs else "")
-    fault = rmpad_fault(tiny_config("gemma2"), "cuda")
-    assert (fault is not None) == bool(obstacle)
-    assert fault is None or "computes gemma2 wrongly: flash_attn_2 does not cap scores" in fault.why
-    assert rmpad_fault(tiny_config("gemma2"), "cpu") is None
-    assert rmpad_fault(tiny_config("mistral"), "cuda") is None
 
 
 RENEW = "run python scripts/make_models_table.py"

@@ -31,7 +31,7 @@ from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
-from verl_pg_plugin.engine.batch import uses_top_k
+from verl_pg_plugin.engine.batch import SequenceSelector, uses_top_k
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes
 from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
 from verl_pg_plugin.engine.inputs import ModelInputs, make_inputs
@@ -48,7 +48,7 @@ from verl_pg_plugin.engine.prepare import (
 from verl_pg_plugin.engine.ranks import agreement, gather
 from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
-from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
+from verl_pg_plugin.layout import Layout, Sequences
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
@@ -147,14 +147,14 @@ class SharedPrefixEngine(FSDPEngine):
         if uses_top_k(plan.data):
             tu.assign_non_tensor(plan.data, **{LOSS_OF_LOGITS: loss_function})
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
-        cache, results = PrefixCache(), []
+        selector, cache, results = SequenceSelector(plan.data), PrefixCache(), []
         costs = MiniBatchCosts(verifies=self.options.verify != "off")
         for index, planned in enumerate(plan.micro_batches):
             is_last = index == len(plan.micro_batches) - 1
             grads = torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
             compiler = compiling() if self.compiles else nullcontext()
             with grads, compiler, torch.profiler.record_function(f"micro_batch{index}"):
-                result = self._run(planned, plan, cache, costs, loss_function, forward_only)
+                result = self._run(planned, plan, selector, cache, costs, loss_function, forward_only)
             if not returns_outputs:
                 del result["model_output"]
             results.append(result)
@@ -229,6 +229,7 @@ class SharedPrefixEngine(FSDPEngine):
         self,
         planned: PlannedMicroBatch,
         plan: Plan,
+        selector: SequenceSelector,
         cache: PrefixCache,
         costs: MiniBatchCosts,
         loss_function: Callable | None,
@@ -237,13 +238,13 @@ class SharedPrefixEngine(FSDPEngine):
         """One micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
         kind = "forward-only" if forward_only else "update"
         sequences = plan.sequences.select(planned.sequences)
-        micro_batch = plan.selector.select(planned.sequences, self._device)
+        micro_batch = selector.select(planned.sequences, self._device)
         # A chunk of an update takes from the cache what it computes itself; what it reads is there, or prefilled.
         consumed = [] if forward_only else cache.consume(planned.layout)
-        if planned.prefill is not None:
-            self._prefill(planned.prefill, planned, plan, cache)
+        self._prefill(planned, plan, selector, cache)
         samples = self.verifier.choose(planned, sequences, kind)
-        alone = self._compute_alone([planned.sequences[sample] for sample in samples], plan) if samples else None
+        chosen = [planned.sequences[sample] for sample in samples]
+        alone = self._compute_alone(chosen, plan, selector) if chosen else None
         access = cache.access(planned.layout, publishes=forward_only, consumed=consumed)
         inputs = self._inputs(planned.layout, sequences, plan.runs_encoder, access)
         self.activations.begin(planned.level)
@@ -276,8 +277,10 @@ class SharedPrefixEngine(FSDPEngine):
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
         """Call the model; names of C outputs, and (N, C) of them for the labels of this rank."""
 
-    def _prefill(self, layout: PackedLayout, planned: PlannedMicroBatch, plan: Plan, cache: PrefixCache) -> None:
-        """Compute without gradient what a chunk reads and no earlier one has published."""
+    def _prefill(self, planned: PlannedMicroBatch, plan: Plan, selector: SequenceSelector, cache: PrefixCache) -> None:
+        """Compute without gradient what a chunk reads and no earlier one has published, if there is any."""
+        if (layout := planned.prefill) is None:
+            return
         first = planned.sequences[:1]  # the path is a prefix of a chunk's first sequence
         access = cache.access(layout, publishes=True, prefill=True)
         inputs = self._inputs(layout, plan.sequences.select(first), plan.runs_encoder, access)
@@ -285,16 +288,16 @@ class SharedPrefixEngine(FSDPEngine):
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         try:
             with torch.no_grad(), self._autocast():
-                self.compute(inputs, plan.selector.select(first, self._device))
+                self.compute(inputs, selector.select(first, self._device))
         finally:
             self.module.train(training)
 
-    def _compute_alone(self, chosen: list[int], plan: Plan) -> tuple[Responses, Responses]:
+    def _compute_alone(self, chosen: list[int], plan: Plan, selector: SequenceSelector) -> tuple[Responses, Responses]:
         """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance.
 
         In front of the micro-batch's own forward and not behind it: FSDP2 expects a forward's backward to come next.
         """
-        micro_batch, sequences = plan.selector.select(chosen, self._device), plan.sequences.select(chosen)
+        micro_batch, sequences = selector.select(chosen, self._device), plan.sequences.select(chosen)
         layout = sequences.unshared().lay_out()
 
         def responses(noise: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Responses:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from tensordict import TensorDict
 
-from verl_pg_plugin.engine.batch import SequenceSelector, check_batch, limits_of, read_sequences, regular
+from verl_pg_plugin.engine.batch import check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import agreement
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Modality
@@ -50,11 +50,6 @@ class Plan:
     num_split_groups: int
     runs_encoder: bool  # some rank has an image, so every micro-batch runs the vision encoder
     levels: Levels
-
-    @cached_property
-    def selector(self) -> SequenceSelector:
-        """Of ``data`` as it is at the first use."""
-        return SequenceSelector(self.data)
 
 
 _LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]

@@ -39,12 +39,7 @@ NO_MASK: dict[str, None] = {"full_attention": None, "sliding_attention": None}
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What the installed transformers calls a cache of keys and values; ``cache`` since 5.24."""
 
-KERNEL_OF_IMPLEMENTATION = {
-    "flash_attention_2": "flash_attn_2",
-    "sdpa": "sdpa",
-    "eager": "sdpa",
-    ATTENTION_NAME: "auto",
-}
+KERNEL_NAMES = {"flash_attention_2": "flash_attn_2", "sdpa": "sdpa", "eager": "sdpa", ATTENTION_NAME: "auto"}
 """Kernel for packed tokens by the ``attn_implementation`` that the model was loaded with."""
 
 
@@ -163,12 +158,12 @@ def _padded_groups(
 
 @cache  # selecting reads the metadata of packages
 def kernel_of(implementation: str, device_type: str) -> Kernel:
-    if implementation not in KERNEL_OF_IMPLEMENTATION:
+    if implementation not in KERNEL_NAMES:
         raise ValueError(
             f"packed tokens have no kernel for attn_implementation={implementation!r}; load the model with one of "
-            f"{', '.join(KERNEL_OF_IMPLEMENTATION)}"
+            f"{', '.join(KERNEL_NAMES)}"
         )
-    return select_kernel(KERNEL_OF_IMPLEMENTATION[implementation], device_type)
+    return select_kernel(KERNEL_NAMES[implementation], device_type)
 
 
 def _over_ranks(inputs: PackedInputs) -> PackedInputs:

@@ -20,10 +20,8 @@ from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, PrefixOrder, Se
 from verl_pg_plugin.planning.activation_level import Levels
 
 MICRO_BATCH_COST = 350.0
-"""Fixed cost of a micro-batch in tokens of an update: gathered weights, launches, the LM head's own.
-
-Measured on an H200, Qwen3-8B config, at 0.18 ms a token: 12 micro-batches more for the same tokens take 61 ms each
-(benchmarks/data/actor_8b_carried_n64.csv), 7 more 126 ms each, 70 ms in another run (actor_8b_carried.csv).
+"""Fixed cost of a micro-batch in tokens of an update: gathered weights, launches, the head's own. On an H200 one takes
+61 to 126 ms, a token 0.18 ms (Qwen3-8B config; benchmarks/data/actor_8b_carried_n64.csv, actor_8b_carried.csv).
 """
 PREFILL_COST = 0.25
 """A prefilled token in tokens of an update: one forward of a forward, its recomputation and a backward."""
