@@ -51,7 +51,6 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.2,
 }
-"""Sizes of a model."""
 FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
 _init_utils._check_module_states_for_sync_module_states = lambda states: None

@@ -28,14 +28,9 @@ HEADS = {"num_attention_heads": 4, "head_dim": 64}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 4}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "head_dim": 32,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 64),
+    **dict.fromkeys(("qk_rope_head_dim", "head_dim"), 32),
     **ROUTED,
 }
 MODELS: dict[str, dict[str, Any]] = {

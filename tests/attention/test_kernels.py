@@ -88,7 +88,6 @@ def test_what_cannot_run_here_is_refused_with_what_helps(asked, device, capabili
 @pytest.mark.parametrize("error", [ImportError("no such file"), AttributeError("'cutlass' has no attribute 'ThrMma'")])
 def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, error) -> None:
     """The second is that of flash-attn 2's early copy of flash-attn 4 beside a newer cutlass."""
-
     machine((9, 0), *FLASH)
     monkeypatch.setattr(passes, "flash_attn_4", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall"):
@@ -234,10 +233,6 @@ def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(pair, cap
     with torch.inference_mode():
         fault = softcap_fault(pair, head_dim, "cpu")
     assert (fault == "") == caps
-
-
-def test_every_engine_of_a_process_gets_the_passes_that_were_tried() -> None:
-    assert load_passes("sdpa") is load_passes("sdpa")
 
 
 def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     broken, rival = "sys.modules['verl_pg_plugin.engine.engine'] = None", f"sys.path.insert(0, {str(folder)!r})"
     cases = [("", "cpu"), (broken, "cpu"), (rival, "nvidia")]
     cases.append(("import os; os.environ['VERL_ENGINE_DEVICE'] = 'npu'", "cpu"))
-    ended = run_fresh(
-        [(f"import sys\n{first}\n{doctor.SCRIPT}", {"VERL_PLATFORM": platform}) for first, platform in cases]
-    )
+    ended = run_fresh([(f"import sys\n{first}\n{doctor.SCRIPT}", {"VERL_PLATFORM": name}) for first, name in cases])
     return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
 
 

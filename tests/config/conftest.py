@@ -40,7 +40,6 @@ def checkpoint(models: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Parquet with the columns that verl reads."""
     return save_data(tmp_path_factory.mktemp("data") / "rows.parquet")
 
 

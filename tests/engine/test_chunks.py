@@ -44,12 +44,6 @@ def test_windows_over_chunks_and_values_of_cached_tokens_are_exact(value_model, 
     check_exact(engine, path, make(MIXED, max_token_len_per_gpu=56), splits=True)
 
 
-def test_cached_tokens_count_in_the_budget(qwen3: str) -> None:
-    engine = make_engine(qwen3)
-    split_always(engine, CacheWeights(1.0, 0.5))
-    check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=64), splits=True)
-
-
 @pytest.mark.parametrize(("owed", "splits"), [(0.75, True), (1.5, False)])
 def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: str, owed: float, splits: bool) -> None:
     engine = make_engine(qwen3)

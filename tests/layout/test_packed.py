@@ -1,4 +1,4 @@
-"""The order, and layouts over random trees: a token is computed once, reads its ancestors and gets every gradient."""
+"""Order and layouts over random trees: a token is computed once, reads its ancestors and gets every gradient."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,21 +12,6 @@ from hypothesis import strategies as st
 from tests.layout.tries import Batch, Key, LaidOut, batch_of, batches, lay_out, num_of_group, part_keys, plans, tries
 from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, Sequences, build_packed_layout, build_prefix_order
 from verl_pg_plugin.layout.padded import build_padded_layout
-
-
-@given(batches(with_classes=True))
-def test_neighbours_share_what_the_whole_tree_shares(batch: Batch) -> None:
-    """If a sequence shared more with one further up, tokens would be computed twice."""
-    order = batch.order()
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    for sequence, num_tokens, num_shared in zip(order.sequences, order.num_tokens, order.num_shared, strict=True):
-        rows = batch.take([int(sequence)]).rows()
-        assert (num_tokens, num_shared) == (len(rows), len(rows & seen))
-        seen |= rows
-    assert int(order.num_new.sum()) == len(seen)
-    assert sorted(order.sequences.tolist()) == list(range(len(batch.sequences)))
-    keys = [(batch.class_of(s), batch.sequences[s]) for s in order.sequences.tolist()]
-    assert keys == sorted(keys)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])

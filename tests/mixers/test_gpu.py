@@ -26,14 +26,8 @@ from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 OBSTACLES = kernel_obstacles("cuda")
 with_fla = pytest.mark.skipif(bool(OBSTACLES), reason="; ".join(OBSTACLES))
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 64,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "initializer_range": 0.05,
-}
+HEADS = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64)
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05, **HEADS}
 SAMPLES = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2), *group(90, [64], 3)]
 BATCH, LOSS = make_batch(SAMPLES, max_token_len_per_gpu=1200), actor_loss(**SMOOTH_LOSS)
 

@@ -37,8 +37,6 @@ def split(override: str) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One option."""
-
     name: str  # as ``override``, of its row of docs/support.md
     override: str
     meets: Set[Place] = frozenset()  # where it takes effect

@@ -54,8 +54,7 @@ RUNS = {
         ),
         (
             f"{ACTOR}.ppo_max_token_len_per_gpu=288",
-            f"{REF}.log_prob_max_token_len_per_gpu=288",
-            f"{ROLLOUT}.log_prob_max_token_len_per_gpu=288",
+            *(f"{role}.log_prob_max_token_len_per_gpu=288" for role in (REF, ROLLOUT)),
             f"{MODEL}.enable_gradient_checkpointing=True",
             *("algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=False"),
         ),
@@ -68,10 +67,8 @@ RUNS = {
         ),
         (
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
-            f"{REF}.log_prob_use_dynamic_bsz=False",
-            f"{REF}.log_prob_micro_batch_size_per_gpu=4",
-            f"{ROLLOUT}.log_prob_use_dynamic_bsz=False",
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+            *(f"{role}.log_prob_use_dynamic_bsz=False" for role in (REF, ROLLOUT)),
+            *(f"{role}.log_prob_micro_batch_size_per_gpu=4" for role in (REF, ROLLOUT)),
             f"++{FSDP}.mixed_precision={{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}}",
         ),
         num_workers=4,
@@ -101,8 +98,7 @@ def test_group_filtering_drops_whole_groups(tmp_path: Path) -> None:
         tmp_path,
         "algorithm.filter_groups.enable=True",
         "algorithm.filter_groups.metric=reward",
-        "trainer.v1.sampler.custom_sampler.path=null",
-        "trainer.v1.sampler.custom_sampler.name=null",
+        *(f"trainer.v1.sampler.custom_sampler.{key}=null" for key in ("path", "name")),
     )
     assert summary["mode"] == Mode.PACKED.value
     for step in steps:

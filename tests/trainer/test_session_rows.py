@@ -4,9 +4,7 @@ The run is the agent example's for one step, with a learning rate of 0 so that a
 that the reference here has. What the trainer sent to the update is recorded.
 """
 
-import itertools
 import os
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,10 +26,8 @@ FILLER_ROWS = 127
 
 
 def row_of(fields: dict[str, Any]) -> SimpleNamespace:
-    """One sequence as it was sent to the update: the fields of ``recorded_updates``, and what its key says."""
-    session, _, place = fields["key"].rpartition("_")
-    tokens = [*fields["prompts"].tolist(), *fields["responses"].tolist()]
-    return SimpleNamespace(**fields, session=session, place=place, tokens=tokens)
+    """One sequence as it was sent to the update: the fields of ``recorded_updates``, and all of its tokens."""
+    return SimpleNamespace(**fields, tokens=[*fields["prompts"].tolist(), *fields["responses"].tolist()])
 
 
 def num_packed(rows: Iterable[SimpleNamespace]) -> int:
@@ -53,7 +49,7 @@ class Recorded:
 
     @cached_property
     def real(self) -> list[SimpleNamespace]:
-        return sorted((row for row in self.rows if not row.filler), key=lambda row: int(row.place))
+        return [row for row in self.rows if not row.filler]
 
     def log_probs(self, row: SimpleNamespace) -> torch.Tensor:
         """Of the response, by the row alone."""
@@ -90,27 +86,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     rows, metrics = torch.load(folder / "step-1.pt", weights_only=False)
     model = AutoModelForCausalLM.from_pretrained(folder / "model-qwen3", dtype=torch.float32)
     return Recorded([row_of(fields) for fields in rows], metrics, model)
-
-
-def test_a_row_gets_the_advantage_of_its_session_among_the_sessions_of_its_prompt(recorded: Recorded) -> None:
-    """GRPO by hand: the reward of a session is that of its last row, and its rival sessions are those of its prompt."""
-    sessions: dict[str, list[SimpleNamespace]] = defaultdict(list)
-    for row in recorded.real:
-        sessions[row.session].append(row)
-    assert len(sessions) == PROMPTS * SESSIONS
-    assert len({len(rows) for rows in sessions.values()}) > 1, "sessions of one length would show little"
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for session, rows in sessions.items():
-        rewards[session.rpartition("_")[0]].append(float(rows[-1].rm_scores.sum()))
-        for before, after in itertools.pairwise(rows):
-            assert after.prompts.tolist()[: len(before.tokens)] == before.tokens
-    assert all(len(group) == SESSIONS for group in rewards.values())
-    assert len({round(reward, 3) for group in rewards.values() for reward in group}) > 1
-    for row in recorded.real:
-        group = torch.tensor(rewards[row.session.rpartition("_")[0]])
-        expected = (sessions[row.session][-1].rm_scores.sum() - group.mean()) / (group.std() + 1e-6)
-        assert row.response_mask.bool().all()
-        torch.testing.assert_close(row.advantages, expected.expand(len(row.responses)), rtol=1e-5, atol=1e-5)
 
 
 def test_old_log_probs_are_those_of_every_row_alone(recorded: Recorded) -> None:

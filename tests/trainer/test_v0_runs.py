@@ -48,14 +48,10 @@ def test_v0_and_v1_train_alike_from_one_seed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_full_determinism_repeats_a_run_bit_by_bit(tmp_path: Path) -> None:
     """On two ranks, in mini-batches of one training step, as verl's documentation asks for it (V0)."""
-    flags = (
-        V0,
-        "actor_rollout_ref.rollout.full_determinism=True",
-        "actor_rollout_ref.actor.fsdp_config.full_determinism=True",
-        "actor_rollout_ref.ref.fsdp_config.full_determinism=True",
-    )
+    sections = ("rollout", "actor.fsdp_config", "ref.fsdp_config")
+    flags = [f"actor_rollout_ref.{section}.full_determinism=True" for section in sections]
     ranks = {"NGPUS_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
-    (_, first), (_, second) = (train(tmp_path / name, *flags, **ranks) for name in ("first", "second"))
+    (_, first), (_, second) = (train(tmp_path / name, V0, *flags, **ranks) for name in ("first", "second"))
     for one, other in zip(first, second, strict=True):
         untimed = [name for name in one if "timing" not in name and "perf/" not in name]
         assert [(name, one[name]) for name in untimed] == [(name, other[name]) for name in untimed]
