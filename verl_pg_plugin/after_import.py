@@ -35,8 +35,7 @@ class _AfterImport(MetaPathFinder):
     acted: bool = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        finders = [*sys.meta_path]
-        if fullname != self.name or self.acted or self not in finders:
+        if fullname != self.name or self.acted or self not in (finders := [*sys.meta_path]):
             return None
         behind = finders[finders.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in behind if hasattr(finder, "find_spec"))

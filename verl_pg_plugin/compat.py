@@ -1,14 +1,13 @@
 """Which verl, transformers and torch this package was tested with, and their names that it builds on.
 
 These names it overrides, patches or reads although they are private. What is merely imported needs no check: it fails
-by name. These fail later, or change what runs without a word. ``python -m verl_pg_plugin.compat`` prints what differs.
+by name. These fail later, or change what runs without a word. ``doctor --full`` says what differs.
 """
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
-import sys
 from collections.abc import Container
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -178,9 +177,3 @@ def difference(owner: Any, name: str, wanted: str, *, exactly: bool = False) -> 
 
 def _missing(wanted: str, there: Container[str]) -> str:
     return ", ".join(names for names in wanted.split() if not any(name in there for name in names.split("|")))
-
-
-if __name__ == "__main__":
-    differing = [*untested(), *problems()]
-    sys.stdout.write("".join(f"{line}\n" for line in differing) or f"all {len(NAMES)} names are as they were\n")
-    sys.exit(len(differing) > 0)

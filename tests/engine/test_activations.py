@@ -285,9 +285,10 @@ def test_under_lora_gradients_and_optimizer_are_those_of_adapters(qwen3: str) ->
     assert (found.gradients, found.optimizer) == (4 * trained, 8 * trained)
     assert found.weights > whole.weights > 3 * found.gradients
     assert whole.head - found.head == 4 * engine.module.get_output_embeddings().weight.numel()
+    assert whole.gathered > found.gathered, "buffers of gradients"
 
 
-def test_layers_that_stay_whole_until_their_backward_are_counted_once(qwen3: str, monkeypatch) -> None:
+def test_layers_that_fsdp2_keeps_whole_until_their_backward_are_counted_once(qwen3: str, monkeypatch) -> None:
     """Also where a forward alone has left them whole."""
     engine, seen = make_engine(qwen3, engine={"reshard_after_forward": False}), []
     assert engine._weight_bytes.gathered > make_engine(qwen3)._weight_bytes.gathered

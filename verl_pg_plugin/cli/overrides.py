@@ -144,6 +144,7 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
     host -= weights.weights if engine.get("param_offload") else 0.0
     host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
     if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
+        host -= weights.weights + weights.gradients + weights.optimizer
         weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
     total = torch.cuda.get_device_properties(0).total_memory
     fused, room = bool(engine.of_model("use_fused_kernels")), weights.room(total, host)

@@ -65,13 +65,6 @@ OPTION_NAMES = tuple(option.name for option in fields(PrefixGrouperOptions))
 
 _EVERY = r"every_(n|[1-9]\d*)"
 
-REPLACED = {
-    "keep_activations": "activations=auto",
-    "recompute_attention": "activations=inputs, or auto for False",
-    "verify_every": "verify=every_<number of micro-batches>",
-}
-"""Options of drafts of this plugin, and what to set in their place."""
-
 _WORDS: dict[str, tuple[str, ...]] = {
     "attention_kernel": tuple(ATTENTION_KERNELS),
     "activations": ("auto", *(level.value for level in Level)),
@@ -97,8 +90,6 @@ def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
             close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
             fix = f"did you mean ++{OPTIONS}.{close[0]}={value}?" if close else "remove it"
-            if name in REPLACED:
-                fix = f"++{OPTIONS}.{REPLACED[name]}"
             yield Issue(setting, why, fix)
 
 

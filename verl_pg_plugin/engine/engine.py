@@ -113,12 +113,11 @@ class SharedPrefixEngine(FSDPEngine):
         check_no_dropout(module)
         for layer in self._layers if self.compiles else ():
             fix_sizes(layer)
-        self._keeps_weights = not getattr(self.engine_config, "reshard_after_forward", True)  # VeOmni's config has none
         self._weight_bytes = WeightBytes.of(
             module,
             self.device_mesh.shape[-1],
-            self.options.logits_chunk_size,
-            keeps_weights=self._keeps_weights,
+            0 if self.log_prob_head is None else self.options.logits_chunk_size,
+            keeps_weights=not getattr(self.engine_config, "reshard_after_forward", True),  # VeOmni always reshards
             keeps_gradients=self.engine_config.use_no_sync_for_gradient_accumulation,
         )
 
@@ -211,8 +210,8 @@ class SharedPrefixEngine(FSDPEngine):
         if forward_only or get_device_name() != "cuda":
             return levels
         weights = self._weight_bytes
-        for part in self.module.modules() if self._keeps_weights else ():
-            if isinstance(part, FSDPModule):  # whole behind a forward alone, and counted in ``gathered``
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):  # may be whole behind a forward alone, and is counted in ``gathered``
                 part.reshard()
         rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
         with rooms as found:  # of ranks that share tokens: they cut them alike
@@ -223,7 +222,10 @@ class SharedPrefixEngine(FSDPEngine):
     def _host_bytes(self) -> float:
         """For this rank, measured in front of the first update, when the rollout engine is there and sleeps."""
         config, weights = self.engine_config, self._weight_bytes
-        return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
+        host = host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
+        if getattr(self, "_uses_fsdp2_cpu_offload_policy", False):  # weights are there by now, and not the rest
+            host -= weights.gradients + weights.optimizer
+        return host
 
     def _run(
         self,

@@ -117,17 +117,12 @@ def plan_mini_batch(
 
 
 def _as_they_run(
-    draft: list[_LaidOut],
-    ranks: list[_RankSummary],
-    dp_rank: int,
-    sequences: Sequences,
-    levels: Levels,
-    forward_only: bool,
+    draft: list[_LaidOut], ranks: list[_RankSummary], own: int, sequences: Sequences, levels: Levels, forward_only: bool
 ) -> list[PlannedMicroBatch]:
     """This rank's micro-batches in the order in which they run, with what any rank has beside each."""
     orders = align([rank.costs for rank in ranks])
     flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(ranks, orders, strict=True)]
-    running = [pair for i in orders[dp_rank] for pair in draft[i]]
+    running = [pair for i in orders[own] for pair in draft[i]]
     planned: list[PlannedMicroBatch] = []
     for (micro_batch, layout), (prefills, shares, reads) in zip(running, np.any(flags, axis=0).tolist(), strict=True):
         prefill = layout.prefill

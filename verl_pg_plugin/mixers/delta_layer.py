@@ -265,7 +265,7 @@ class GatedDeltaLayer:
 
     def __init__(self, convolution: Any, rule: DeltaRule) -> None:
         self.convolution, self.rule = convolution or plain_convolution, rule
-        # Of the forward that is running. The caller holds it: a layer that did would keep what it caches.
+        # Of the forward that is running. Its caller holds it: a layer that did would keep what it caches.
         self.context: Callable[[], AttentionContext | None] = lambda: None
         self.convolved = False
         self.layer = -1

@@ -156,32 +156,24 @@ class WeightBytes:
 
     @classmethod
     def of(
-        cls,
-        module: Any,
-        num_gpus: int,
-        chunk: int = 2048,
-        *,
-        keeps_weights: bool = False,
-        keeps_gradients: bool = False,
+        cls, model: Any, num_gpus: int, chunk: int = 2048, *, keeps_weights: bool = False, keeps_gradients: bool = False
     ) -> WeightBytes:
-        """Count a model, adapters and all, before it is sharded over ``num_gpus``, on the device ``meta`` too.
+        """Count a model, with adapters if it has them, before it is sharded over ``num_gpus``; on ``meta`` too.
 
         ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts. What
         FSDP ``keeps`` is whole: weights until the backward, gradients until the last micro-batch.
         """
-        config = module.config.get_text_config()
+        config = model.config.get_text_config()
         hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 1
         vocabulary = config.vocab_size * hidden
-        weights = sum(weight.numel() for weight in module.parameters())
-        layer, own = (weights - vocabulary) / layers, 4 * weights / num_gpus
-        trained = 4 * sum(weight.numel() for weight in module.parameters() if weight.requires_grad) / num_gpus
-        lm_head = module.get_output_embeddings()
-        of_head = [] if lm_head is None else [weight.requires_grad for weight in lm_head.parameters()]
-        head = 4.0 * config.vocab_size * (hidden * any(of_head) + chunk) if of_head else 0.0
+        weights, trained = _numbers(model), _numbers(model, trained=True)
+        layer, lm_head = (weights - vocabulary) / layers, model.get_output_embeddings()
+        head = 4.0 * (_numbers(lm_head, trained=True) + config.vocab_size * chunk) if lm_head is not None else 0.0
         # Of two layers bfloat16 weights, and gradients in bfloat16 and twice in float32.
-        gathered = 2 * weights + 10 * layer if keeps_weights else 2 * vocabulary + 14 * layer
-        gathered += trained * (num_gpus - 1) if keeps_gradients else 0
-        return cls(own, trained, 2 * trained, gathered, head)
+        gathered = 2 * weights if keeps_weights else 2 * vocabulary + 4 * layer
+        gathered += 10 * min(layer, trained / layers) + (4 * trained * (num_gpus - 1) / num_gpus) * keeps_gradients
+        own, gradients = 4 * weights / num_gpus, 4 * trained / num_gpus
+        return cls(own, gradients, 2 * gradients, gathered, head)
 
     @property
     def fixed(self) -> float:
@@ -192,3 +184,8 @@ class WeightBytes:
         """What a device of so many bytes, and so many of the host, has for activations."""
         reserve = DEVICE_RESERVE * device
         return Room(device - reserve - self.fixed - self.head, host, reserve + self.head)
+
+
+def _numbers(module: Any, trained: bool = False) -> int:
+    """Of its weights, or of those that are trained."""
+    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad or not trained)

@@ -21,15 +21,13 @@ from verl_pg_plugin.planning.activation_level import Levels
 
 MICRO_BATCH_COST = 350.0
 """Fixed cost of a micro-batch in tokens of an update: gathered weights, launches, the head's own. On an H200 one takes
-61 to 126 ms, a token 0.18 ms (Qwen3-8B config; benchmarks/data/actor_8b_carried_n64.csv, actor_8b_carried.csv).
-"""
+61 to 126 ms, a token 0.18 ms (Qwen3-8B config; benchmarks/data/actor_8b_carried_n64.csv, actor_8b_carried.csv)."""
 PREFILL_COST = 0.25
 """A prefilled token in tokens of an update: one forward of a forward, its recomputation and a backward."""
 SHORT_PREFIX = 64
 """A prefix of at most one in this many tokens of the budget binds no groups together: each micro-batch computes it.
 What all prompts share, a chat template or a short system prompt, would make one split group of a whole mini-batch,
-whose chunks wait for each other and have no room for other groups.
-"""
+whose chunks wait for each other and have no room for other groups."""
 SLACKS = (0.0, 0.1, 0.3)
 """How much shorter than the furthest a chunk may end where its sequences share less with the next."""
 
@@ -48,7 +46,7 @@ class CacheWeights:
 
     cached: float = 0.0  # one that is read: its keys and values, and in training the sums of their gradients
     published: float = 0.0  # one that later chunks read, or its pending gradients
-    recomputing: float = 1.0  # one at the smallest activation level on the device
+    recomputing: float = 1.0  # one at the smallest activation level on the device; over 1 where stock verl does not fit
     state: float = 0.0  # not a token, but what recurrent layers hold where a chunk goes on behind cached tokens
     on_host: float = 0.0  # one at the smallest activation level of all
     host_tokens: float = 0.0  # that the host holds at that level
