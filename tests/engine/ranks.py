@@ -103,11 +103,11 @@ def _kill(pool: list[ProcessPoolExecutor]) -> None:
 
 
 def _join(rank: int, world_size: int, device: str, store: str) -> None:
+    torch.set_num_threads(1)  # many ranks share the cores, those on GPUs too: references are computed on the CPU
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
-        torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
 
