@@ -140,12 +140,13 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
         keeps_weights=engine.get("reshard_after_forward") is False,
         keeps_gradients=bool(engine.get("use_no_sync_for_gradient_accumulation")),
     )
-    host = host_bytes() / per_node  # verl brings weights and AdamW's state back for an update
-    host -= weights.weights if engine.get("param_offload") else 0.0
-    host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
-    if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
+    host = host_bytes() / per_node
+    if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):  # verl's own offload is out then
         host -= weights.weights + weights.gradients + weights.optimizer
         weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
+    else:  # verl brings weights and AdamW's state back for an update
+        host -= weights.weights if engine.get("param_offload") else 0.0
+        host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
     total = torch.cuda.get_device_properties(0).total_memory
     fused, room = bool(engine.of_model("use_fused_kernels")), weights.room(total, host)
     heads = {"logits_at_once": not (chunk or fused), "fused_kernels": fused}
