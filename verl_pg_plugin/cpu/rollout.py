@@ -95,7 +95,7 @@ class HFServer:
         """
         if given := sorted(name for name, value in multi_modal.items() if value):
             raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
-        request = self._request(tuple(prompt_ids), sampling_params, image_data)
+        request = self._request(tuple(prompt_ids), sampling_params, request_id, image_data)
         while not self._gate.is_set():
             if self._rejects:
                 return self._token_output(Completion())
@@ -146,7 +146,7 @@ class HFServer:
     clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = wake_up
 
     def _request(
-        self, prompt_ids: tuple[int, ...], sampling_params: Mapping[str, Any], images: Sequence[Any] | None
+        self, prompt_ids: tuple[int, ...], sampling_params: Mapping[str, Any], name: str, images: Sequence[Any] | None
     ) -> Request:
         room = self.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:
@@ -164,7 +164,8 @@ class HFServer:
         sent["max_tokens"] = max(1, min(most, room))
         prompt = prompt_ids, shown and shown.digest
         # A seed that an agent loop sends is the same for all turns: with it alone each would meet the same numbers.
-        of_run = (self._seed, self.global_steps, prompt, self._asked[prompt])
+        # With full_determinism a sample's requests have one name in all runs, whichever comes first.
+        of_run = (self._seed, self.global_steps, prompt, name if config.full_determinism else self._asked[prompt])
         sent["seed"] = derived_seed(*(of_run if sent.get("seed") is None else (sent["seed"], prompt)))
         params = SamplingParams.from_dict(sent)
         self._asked[prompt] += 1
