@@ -31,8 +31,10 @@ def make_server(checkpoint: Path, **config: Any) -> HFServer:
     return HFServer(rollout_config(**config), HFModelConfig(path=str(checkpoint)), replica_rank=0)
 
 
-def ask(server: HFServer, prompt: list[int] = PROMPT, image: Image.Image | None = None, **params: Any) -> Any:
-    return server.generate(prompt, {"ignore_eos": True, **params}, "r", image_data=image and [image])
+def ask(
+    server: HFServer, prompt: list[int] = PROMPT, image: Image.Image | None = None, name: str = "r", **params: Any
+) -> Any:
+    return server.generate(prompt, {"ignore_eos": True, **params}, name, image_data=image and [image])
 
 
 def ask_together(server: HFServer, *asked: dict[str, Any]) -> list[Any]:
@@ -45,22 +47,23 @@ def ask_together(server: HFServer, *asked: dict[str, Any]) -> list[Any]:
 
 
 def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Path) -> None:
-    """Seeds that a request brings, and those that the server derives: equal prompts draw a response each."""
+    """Seeds that a request brings, of its name with full determinism, and of its prompt, which draw a response each."""
     prompts = [[10 + index % 3, 11] for index in range(9)]
 
-    async def responses(order: list[int], max_num_seqs: int, seeded: bool, step: int = 1) -> list[Any]:
-        server = make_server(checkpoint, max_num_seqs=max_num_seqs)
+    async def responses(order: list[int], max_num_seqs: int, of: str, step: int = 1) -> list[Any]:
+        server = make_server(checkpoint, max_num_seqs=max_num_seqs, full_determinism=of == "name")
         await server.set_global_steps(step)
-        asked = (ask(server, prompts[i], **({"seed": 100 + i} if seeded else {})) for i in order)
-        drawn = zip(order, await asyncio.gather(*asked), strict=True)
-        return sorted((prompts[i], i if seeded else None, output.token_ids) for i, output in drawn)
+        told = [{"seed": 100 + i} if of == "seed" else {"name": f"det-{i}"} for i in order]
+        outputs = await asyncio.gather(*(ask(server, prompts[i], **told[at]) for at, i in enumerate(order)))
+        drawn = zip(order, outputs, strict=True)
+        return sorted((prompts[i], None if of == "prompt" else i, output.token_ids) for i, output in drawn)
 
     shuffled = random.Random(0).sample(range(9), 9)
-    for seeded in (True, False):
-        first = asyncio.run(responses(list(range(9)), 256, seeded))
-        assert asyncio.run(responses(shuffled, 4, seeded)) == first
+    for of in ("seed", "name", "prompt"):
+        first = asyncio.run(responses(list(range(9)), 256, of))
+        assert asyncio.run(responses(shuffled, 4, of)) == first
         assert len({tuple(tokens) for *_, tokens in first}) == 9
-    assert asyncio.run(responses(list(range(9)), 256, seeded=False, step=2)) != first
+    assert asyncio.run(responses(list(range(9)), 256, of, step=2)) != first
 
 
 def test_a_later_turn_does_not_repeat_the_random_numbers_of_the_first(checkpoint: Path) -> None:
