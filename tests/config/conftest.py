@@ -73,7 +73,9 @@ def places(tmp_path_factory, checkpoint: Path, models: Path, data_file: Path) ->
     """What overrides name in braces."""
     folder = tmp_path_factory.mktemp("places")
     (folder / "own").mkdir()
-    (folder / "own" / "config.json").write_text('{"model_type": "my_own", "architectures": ["MyOwn"]}')
+    (folder / "own" / "config.json").write_text(
+        '{"model_type": "my_own", "architectures": ["MyOwn"], "auto_map": {"AutoConfig": "own.Own"}}'
+    )
     (folder / "broken.parquet").write_text("no parquet")
     return {"checkpoint": checkpoint, "models": models, "data": data_file, "folder": folder, "own": folder / "own"}
 

@@ -107,6 +107,7 @@ def test_without_a_line_of_trainers_every_module_imports_and_no_name_is_missed()
 
 
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
+CARRY = f"+{ACTOR}.fsdp_config.prefix_grouper.carry"
 
 
 def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role(runnable_overrides) -> None:
@@ -137,9 +138,11 @@ def test_a_run_that_does_not_ask_is_left_alone(runnable_overrides, flags: tuple[
 
 
 def test_a_word_that_is_no_boolean_and_another_engine_are_refused(runnable_overrides) -> None:
-    for override in (f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.strategy=megatron"):
+    for override in (f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.strategy=megatron", "prefix_grouper.carry=off"):
         with pytest.raises(ConfigError, match=override):
-            engage(compose_stock(*runnable_overrides, FLAG, override))
+            engage(compose_stock(*runnable_overrides, FLAG, override.replace("prefix_grouper.carry", CARRY)))
+    with pytest.raises(ConfigError, match="which only model_engine=dp brings along"):
+        engage(compose_stock(*runnable_overrides, FLAG, "model_engine=torchtitan", f"{ACTOR}.strategy=fsdp2"))
 
 
 def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_does_nothing(runnable_overrides, monkeypatch) -> None:

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.config.options import OPTION_NAMES, option_issues
+from verl_pg_plugin.issue import ConfigError
 
 WRONG = [
     ("attention_kernel", "flash", "is unknown; the values are auto, flash_attn_4, flash_attn_3, flash_attn_2, torch_"),
@@ -50,6 +51,18 @@ def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
     (issue,) = option_issues({"zzz": 1})
     assert issue.why == f"there is no such option; there are {', '.join(OPTION_NAMES)}"
     assert issue.fix == "remove it"
+
+
+def test_options_of_an_sft_run_which_no_preflight_sees_are_read_and_checked_by_the_engine_config():
+    def of(**given) -> PrefixGrouperEngineConfig:
+        return PrefixGrouperEngineConfig(strategy="fsdp2", prefix_grouper=given)
+
+    assert of(activations="inputs").prefix_grouper == PrefixGrouperOptions(activations="inputs")
+    for wrong, fix in ({"activatons": "inputs"}, "activations"), ({"verify": "every100"}, "verify=every_100"):
+        with pytest.raises(ConfigError, match=rf"\+engine\.prefix_grouper\.{fix}"):
+            of(**wrong)
+    with pytest.raises(ConfigError, match="is not a boolean"):
+        PrefixGrouperEngineConfig(strategy="fsdp2", use_prefix_grouper="no")
 
 
 def test_what_the_values_mean():

@@ -104,6 +104,7 @@ REFUSED: list[tuple[str, str, str]] = [
         "override_config.num_experts_per_tok=<experts a token visits>",
     ),
     ("data.train_files=no_such.parquet", "does not exist", "data.train_files="),
+    ("data.train_files={folder}", "is a folder", "data.train_files="),
     ("data.val_files=[{data},{folder}/gone.parquet]", "does not exist", ""),
     ("data.train_files={folder}/broken.parquet", "cannot be read as parquet", ""),
     ("data.val_files=[] data.prompt_key=question", "has no column 'question'; it has prompt", "prompt_key=prompt"),
@@ -121,6 +122,8 @@ REFUSED: list[tuple[str, str, str]] = [
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", "verl ignores", "++"),
     (f"{REF}.fsdp_config.use_prefix_grouper=False", "must follow", "=True"),
     (f"{REF}.strategy=fsdp {ACTOR}.strategy=megatron", "FSDP and VeOmni", "model_engine=dp"),
+    (f"{ACTOR}.fsdp_config.prefix_grouper=null", "would not see prefix_grouper", "=${prefix_grouper}'"),
+    (f"{MODEL}.path=runs/models/mine", "no such folder", f"{MODEL}.path=<"),
 ]
 
 
@@ -137,6 +140,11 @@ def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_c
     check(make_config())
     (record,) = (record for record in caplog.records if "outside of what was tested" in record.message)
     assert "\n" not in record.message
+
+
+def test_a_setting_of_roles_that_follow_a_key_without_an_issue_is_refused(config_of) -> None:
+    found = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True"))
+    assert any("follows from the longest one" in issue.why for issue in found)
 
 
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:

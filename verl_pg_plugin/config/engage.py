@@ -23,20 +23,20 @@ ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp", f"{AC
 STOCK_ENGINE_CONFIGS = ("verl.workers.config.FSDPEngineConfig", "verl.workers.config.VeOmniEngineConfig")
 
 
-def engage(config: DictConfig) -> None:
+def engage(config: DictConfig, *, from_ours: bool = False) -> None:
     """Give a config whose flag is set our engine configs and options, in place; again changes nothing.
 
     It is composed from verl's ``ppo_trainer``. What the user has set in a section of ours stays, for the rules to look
-    at, which may raise ConfigError.
+    at, which may raise ConfigError. Our entry point has stock runs looked at too, and verl's validation asked.
     """
-    if not _asks(config):
-        return
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy in FSDP_STRATEGIES:
-        _add_sections(config, "dp.yaml")
-    elif strategy == VEOMNI and OmegaConf.select(config, f"{ACTOR}.{VEOMNI}") is not None:
-        _add_sections(config, "veomni.yaml")
-    check(config)
+    if _asks(config):
+        strategy = config.actor_rollout_ref.actor.strategy
+        if strategy in FSDP_STRATEGIES and OmegaConf.select(config, f"{ACTOR}.fsdp_config._target_") is not None:
+            _add_sections(config, "dp.yaml")
+        elif strategy == VEOMNI and OmegaConf.select(config, f"{ACTOR}.{VEOMNI}") is not None:
+            _add_sections(config, "veomni.yaml")
+    if from_ours or _asks(config):
+        check(config, asks_verl=from_ours)
 
 
 def engage_or_exit(config: DictConfig) -> None:
@@ -73,7 +73,7 @@ def _add_sections(config: DictConfig, name: str) -> None:
     with open_dict(users):
         for engine in ENGINES:
             section = OmegaConf.select(users, engine)
-            if section and section["_target_"] in STOCK_ENGINE_CONFIGS:
+            if section and section.get("_target_") in STOCK_ENGINE_CONFIGS:
                 del section["_target_"]
     with open_dict(config):
         config.merge_with(options, engines, users)

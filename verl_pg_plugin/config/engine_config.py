@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from verl.workers.config import FSDPEngineConfig, VeOmniEngineConfig
 from verl.workers.engine.base import EngineRegistry
 
 from verl_pg_plugin.after_import import waiting
-from verl_pg_plugin.config.keys import FSDP_STRATEGIES, VEOMNI
-from verl_pg_plugin.config.options import PrefixGrouperOptions
+from verl_pg_plugin.config.keys import FSDP_STRATEGIES, OPTIONS, VEOMNI
+from verl_pg_plugin.config.options import PrefixGrouperOptions, option_issues
+from verl_pg_plugin.issue import ConfigError, Issue
 
 
 @dataclass
@@ -22,6 +24,7 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _read_options(self)
         if self.use_prefix_grouper:  # FSDPActorConfig writes the strategy of the two in here later
             _assert_all_in_force(*FSDP_STRATEGIES)
 
@@ -35,6 +38,7 @@ class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _read_options(self)
         # A driver may lack the package, which the workers ask for again.
         if self.use_prefix_grouper and importlib.util.find_spec("veomni") is not None:
             _assert_all_in_force(VEOMNI)
@@ -43,6 +47,17 @@ class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
     def use_no_sync_for_gradient_accumulation(self) -> bool:
         """FSDP's name for what VeOmni never does: keep whole gradients from one micro-batch to the next."""
         return False
+
+
+def _read_options(engine: PrefixGrouperEngineConfig | PrefixGrouperVeOmniEngineConfig) -> None:
+    """Options of an SFT run, which are a mapping and which no preflight has seen; ConfigError where they are wrong."""
+    if isinstance(options := engine.prefix_grouper, Mapping):
+        given = {str(name): value for name, value in options.items() if name != "_target_"}
+        if issues := list(option_issues(given, f"+engine.{OPTIONS}")):
+            raise ConfigError(issues)
+        object.__setattr__(engine, "prefix_grouper", PrefixGrouperOptions(**given))
+    if not isinstance(flag := engine.use_prefix_grouper, bool):
+        raise ConfigError([Issue(f"use_prefix_grouper={flag}", "is not a boolean", "True or False")])
 
 
 def assert_in_force(strategy: str, model_type: str = "language_model") -> str:

@@ -99,7 +99,8 @@ def _data(config: DictConfig) -> Iterator[Issue]:
                 continue  # on another machine, or a pattern, which ``datasets`` expands
             setting, fix = f"{key}={path}", f"{key}=<file>.parquet"
             if not Path(path).is_file():
-                yield Issue(setting, "does not exist" + ": verl does not expand ~" * path.startswith("~"), fix)
+                why = "is a folder" if Path(path).is_dir() else "does not exist"
+                yield Issue(setting, why + ": verl does not expand ~" * path.startswith("~"), fix)
                 continue
             if not path.endswith(".parquet"):
                 continue
@@ -131,8 +132,9 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
     if not (source.startswith(HERE) or Path(source).is_dir()):
         try:
             config_json = try_to_load_from_cache(source, "config.json")
-        except HFValidationError:  # hdfs://, s3://
-            return None, []
+        except HFValidationError:
+            fix = f"{key}=<folder written by save_pretrained, or a hub id>"
+            return None, [] if "://" in source else [Issue(setting, "no such folder", fix)]
         if not isinstance(config_json, str):
             return None, []
         folder = str(Path(config_json).parent)
@@ -146,10 +148,12 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
         update_model_config(hf_config, override_config_kwargs=overrides.get("model_config", overrides))
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of overrides that do not fit it too
-        if not shares or trusted or OmegaConf.select(config, f"{section}.external_lib"):
+        brings_code = "auto_map" in Path(folder, "config.json").read_text(errors="replace")
+        if not shares or (trusted and brings_code) or OmegaConf.select(config, f"{section}.external_lib"):
             return None, []  # code of the user's own may read it, in the workers
         why = f"transformers cannot read its config.json: {str(error).strip().partition(chr(10))[0]}"
-        fix = f"repair {folder}/config.json, or {section}.trust_remote_code=True if you trust it"
+        newer = f"{section}.trust_remote_code=True if you trust it" if brings_code else "install a newer transformers"
+        fix = f"repair {folder}/config.json, or {newer}"
         return None, [Issue(setting, why, fix)]
     if not shares:
         return hf_config, []

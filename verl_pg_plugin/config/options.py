@@ -78,18 +78,18 @@ def added(override: str) -> str:
     return re.sub(rf"^\+*(?={OPTIONS}\.)", "++", override)
 
 
-def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
-    """Options, values by name, that there are not, and values that an option does not take."""
+def option_issues(options: Mapping[str, Any], section: str = f"++{OPTIONS}") -> Iterator[Issue]:
+    """Options of a section, values by name, that there are not, and values that an option does not take."""
     for name, value in options.items():
-        setting = f"++{OPTIONS}.{name}={value}"
+        setting = f"{section}.{name}={value}"
         if name in OPTION_NAMES:
             if fault := _fault(name, value):
                 why, taken = fault
-                yield Issue(setting, why, f"++{OPTIONS}.{name}={taken}")
+                yield Issue(setting, why, f"{section}.{name}={taken}")
         elif name != "_target_":
             close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
-            fix = f"did you mean ++{OPTIONS}.{close[0]}={value}?" if close else "remove it"
+            fix = f"did you mean {section}.{close[0]}={value}?" if close else "remove it"
             yield Issue(setting, why, fix)
 
 
@@ -104,6 +104,8 @@ def _fault(name: str, value: Any) -> tuple[str, str] | None:
         return "is not an integer of at least 0", "<integer of at least 0>"
     if name == "verify" and not (value in ("off", "first") or re.fullmatch(_EVERY, str(value))):
         why = "is unknown; the values are off, first and every_<number of micro-batches>"
+        if number := re.search(r"[1-9]\d*", str(value)):
+            return why, f"every_{number[0]}"
         close = difflib.get_close_matches(str(value), ("off", "first"), n=1, cutoff=0.5)
         return why, close[0] if close == ["first"] else "'off'"  # a bare off is False
     if name == "verify_tolerance" and not (value is None or (type(value) in (int, float) and 0 < value < math.inf)):

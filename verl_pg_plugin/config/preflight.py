@@ -157,9 +157,11 @@ def _engine_issues(config: DictConfig, engine: Engine) -> Iterator[Issue]:
             why = f"shared prefixes are implemented for verl's {engines} only"
             yield Issue(f"{key}={strategy}", why, f"model_engine=dp {key}=fsdp2")
         return
-    if engine.on_veomni and OmegaConf.select(config, engine.section) is None:
-        why = f"the config has no section {engine.section}, which only model_engine={VEOMNI} brings along"
-        yield Issue(f"{key}={VEOMNI}", why, f"model_engine={VEOMNI}")
+    if (shares or engine.on_veomni) and not engine.get("_target_"):
+        brings = f"model_engine={VEOMNI if engine.on_veomni else 'dp'}"
+        yield Issue(
+            f"{key}={strategy}", f"the config has no {engine.section}, which only {brings} brings along", brings
+        )
         return
     if not (engine.on_veomni and engine.role == CRITIC):  # which a rule refuses
         yield from _engine_config_issues(config, engine, shares)
@@ -176,7 +178,7 @@ def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> I
     try:
         takes_options = target and OPTIONS in getattr(get_class(str(target)), "__dataclass_fields__", {})
     except Exception as error:  # whatever an import raises
-        yield Issue(f"{key}={target}", f"cannot be imported: {str(error).splitlines()[0]}", f"++{key}={ours}")
+        yield Issue(f"{key}={target}", f"cannot be imported: {' '.join(str(error).split())}", f"++{key}={ours}")
         return
     if shares and not takes_options:
         why = f"without this plugin's engine config verl ignores {USE_PREFIX_GROUPER}"
@@ -185,15 +187,23 @@ def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> I
     if takes_options and bool(follows := OmegaConf.select(config, key)) != shares:
         why = f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths"
         yield Issue(f"{key}={follows}", why, f"++{key}={shares}")
+    options, own = OmegaConf.select(config, OPTIONS), OmegaConf.select(config, key := f"{engine.section}.{OPTIONS}")
+    if takes_options and shares and options and not own:
+        yield Issue(f"{key}={own}", f"the engine would not see {OPTIONS}", f"'++{key}=${{{OPTIONS}}}'")
+    elif shares and isinstance(own, DictConfig) and own != options:  # a role's own
+        yield from option_issues({str(name): own[name] for name in own}, f"++{key}")
 
 
 def _follows(config: DictConfig, issue: Issue, found: list[Issue]) -> bool:
     """Whether the setting is an interpolation, and the one that it follows has the same issue."""
-    parent, _, leaf = issue.key.rpartition(".")
+    same = [other.key for other in found if other.why == issue.why and other.key != issue.key]
+    return _is_interpolation(config, issue.key) and not all(_is_interpolation(config, key) for key in same)
+
+
+def _is_interpolation(config: DictConfig, key: str) -> bool:
+    parent, _, leaf = key.rpartition(".")
     section = OmegaConf.select(config, parent) if parent else None
-    if not (isinstance(section, DictConfig) and leaf in section and OmegaConf.is_interpolation(section, leaf)):
-        return False
-    return any(other.why == issue.why and other.key != issue.key for other in found)
+    return isinstance(section, DictConfig) and leaf in section and OmegaConf.is_interpolation(section, leaf)
 
 
 def _joins_cluster(config: DictConfig) -> bool:
@@ -237,7 +247,8 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
         budget = count_of(config, key) * rules.engine_of(config, ACTOR if role == ROLLOUT else role).sp_size
         if by_tokens and 0 < budget < longest - 1:
             why = f"holds {budget} tokens, and a sequence of more, of up to {longest - 1}, would end the run"
-            yield Issue(f"{key}={count_of(config, key)}", why, f"{key}=<more>", is_warning=True)
+            fits = -(-(longest - 1) * count_of(config, key) // budget)
+            yield Issue(f"{key}={count_of(config, key)}", why, f"{key}={fits}", is_warning=True)
     if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
         fix = f"{ROLLOUT}.name=vllm, or sglang, or hf on a CPU"
         yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", fix)

@@ -331,14 +331,14 @@ class SharedPrefixEngine(FSDPEngine):
         return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
 
     def _count_loss_tokens(self, plan: Plan) -> list[float]:
-        """Of each micro-batch, over their mean on all ranks; verl's losses scale by the sum, which the batch gets."""
-        tokens, dp_size = plan.loss_tokens, self.get_data_parallel_size()
-        of_ranks = torch.tensor(tokens.sum().item(), device=self._device)
+        """Of each micro-batch, over their mean on all ranks; the batch gets the sum by which verl's losses scale."""
+        counted, dp_size = plan.loss_tokens, self.get_data_parallel_size()
+        of_ranks = torch.tensor([plan.data["loss_mask"].sum().item(), counted.sum().item()], device=self._device)
         dist.all_reduce(of_ranks, group=self.get_data_parallel_group())
-        total, sp_size = of_ranks.item(), self.ulysses_sequence_parallel_size
-        tu.assign_non_tensor(plan.data, sp_size=sp_size, dp_size=dp_size, batch_num_tokens=total)
+        (scale, total), sp_size = of_ranks.tolist(), self.ulysses_sequence_parallel_size
+        tu.assign_non_tensor(plan.data, sp_size=sp_size, dp_size=dp_size, batch_num_tokens=scale)
         mean = total / dp_size / len(plan.micro_batches)  # ranks have as many
-        return [float(tokens[part.sequences].sum()) / mean if mean else 1.0 for part in plan.micro_batches]
+        return [float(counted[part.sequences].sum()) / mean if mean else 1.0 for part in plan.micro_batches]
 
 
 class SharedPrefixLanguageModel(SharedPrefixEngine):

@@ -95,7 +95,9 @@ def plan_mini_batch(
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
         weights = cache_weights(levels, forward_only) if carries else None
-        loss_tokens = np.array([mask.sum().item() for mask in data["loss_mask"].unbind()])
+        # V1 takes what rollout correction rejects out of the response mask alone, which verl's losses read.
+        masks = data.get("response_mask", data["loss_mask"])
+        loss_tokens = np.array([mask.sum().item() for mask in masks.unbind()])
         has_loss = np.ones_like(loss_tokens) if forward_only else loss_tokens > 0
         cut = partial(cut_for_loss, order, has_loss, limits, weights, forward_only=forward_only, levels=levels)
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
