@@ -78,6 +78,8 @@ def test_a_filler_of_verls_has_no_micro_batch_of_its_own_where_losses_would_fail
     samples = [*group(60, [6, 5, 7, 6], 1), Sample([2] * 9, [3], mask=[0])]
     batch = with_teacher(make_batch(samples, calculate_entropy=False, max_token_len_per_gpu=84))
     check_exact(packed, qwen3, batch, loss_of("k3", False, False))
+    batch["loss_mask"] = batch["response_mask"] + (batch["response_mask"] == 0)  # V1 leaves it to rejected ones
+    check_exact(packed, qwen3, batch, loss_of("k3", False, False))
     with pytest.raises(BatchError, match=r"force_group_size=2 keeps neighbours together"):
         update(packed, with_teacher(make_batch(samples, force_group_size=2)), loss_of("k3", False, False))
 

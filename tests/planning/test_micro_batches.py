@@ -228,6 +228,21 @@ def test_a_small_group_without_a_loss_token_joins_another() -> None:
         assert len(parts_of(plan)) == at_least, "ranks run as many"
 
 
+def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
+    """An overlong one whose responses are all masked: no micro-batch is left without, and none exceeds the limits."""
+    masked = [((0, 1), (i,) * 400) for i in range(8)]
+    order = batch_of(*masked, *[((g, g), (i,) * 150) for g in range(2, 9) for i in range(8)]).order()
+    has_loss = np.arange(64) >= 8
+    for most in (1600, 2400, 4096, 6144):
+        found = [members(cut_for_loss(order, has_loss, MicroBatchLimits(max_tokens=most), None, n)) for n in (None, 16)]
+        for plan in found:
+            assert sorted(s for sequences in plan for s in sequences) == [*range(64)]
+        assert all(has_loss[sequences].any() for sequences in found[0])
+        assert len(found[1]) == 16
+        places = [np.flatnonzero(np.isin(order.sequences, sequences)) for sequences in found[0]]
+        assert max(order.select(of).num_new.sum() for of in places) <= 9 * most / 8
+
+
 def test_a_system_prompt_shared_by_all_questions_does_not_tear_their_groups_apart() -> None:
     prompts = [(*range(50), 60 + q, *range(30)) for q in range(6)]
     batch = batch_of(*[(prompt, (i, i)) for i in range(4) for prompt in prompts])

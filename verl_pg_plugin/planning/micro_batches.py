@@ -10,7 +10,7 @@ Where responses share one prompt that costs as little as the cheapest cuts there
 
 import heapq
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -117,27 +117,43 @@ def cut_micro_batches(
 
 
 def cut_for_loss(
-    order: PrefixOrder, has_loss: np.ndarray, limits: MicroBatchLimits, weights: CacheWeights | None, **options: Any
+    order: PrefixOrder,
+    has_loss: np.ndarray,
+    limits: MicroBatchLimits,
+    weights: CacheWeights | None,
+    at_least: int | None = None,
+    **options: Any,
 ) -> list[list[MicroBatch]]:
     """``cut_micro_batches`` of an update, in which groups without a loss token, as verl's fillers are, join others.
 
-    Several of verl's losses fail on a micro-batch that has none. What joins is small: it may exceed the limits, by an
-    eighth. ``has_loss`` (B,) is by index in the mini-batch.
+    Several of verl's losses fail on a micro-batch that has none. Such groups join in runs of an eighth of the limits,
+    by which micro-batches may exceed them. ``has_loss`` (B,) is by index in the mini-batch.
     """
     most = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
     group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
     joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
-    missing = options.get("at_least", 1) - np.count_nonzero(~joins)
+    missing = (at_least or 1) - np.count_nonzero(~joins)
     joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # other ranks need a micro-batch for each
     others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
-    num_tokens = int(joining.num_new.sum())
-    if not num_tokens or 8 * num_tokens > most:
-        return cut_micro_batches(order, limits, weights, **options)
-    groups = cut_micro_batches(others, limits, weights, **options)
-    smallest = min((part for group in groups for part in group), key=lambda part: part.num_tokens)
-    both = [*smallest.sequences, *joining.sequences.tolist()]
-    joined = replace(smallest, sequences=both, num_tokens=smallest.num_tokens + num_tokens)
-    return [[joined if part is smallest else part for part in group] for group in groups]
+    run_of = np.cumsum(joining.num_new) * 8 // (most + 1)
+    runs = [joining.select(np.flatnonzero(run_of == run)) for run in np.unique(run_of)]
+    number = at_least or 1
+    for _ in range(1 if at_least else 4):  # more micro-batches have more room, where no other rank says how many
+        if not runs or number > len(others.sequences):
+            break
+        groups = cut_micro_batches(others, limits, weights, number, **options)
+        parts = [part for group in groups for part in group]
+        held, joined = [part.num_tokens for part in parts], [list(part.sequences) for part in parts]
+        for run in runs:
+            fewest = held.index(min(held))
+            held[fewest] += int(run.num_new.sum())
+            joined[fewest] += run.sequences.tolist()
+        number = max(len(parts) + 1, -(-sum(held) // most))
+        grown = [tokens for tokens, part in zip(held, parts, strict=True) if tokens > part.num_tokens]
+        if 8 * max(grown) <= 9 * most or 8 * joining.num_new.sum() <= most:
+            filled = iter(zip(joined, held, strict=True))
+            return [[MicroBatch(*next(filled), part.chunk) for part in group] for group in groups]
+    return cut_micro_batches(order, limits, weights, at_least or 1, **options)
 
 
 def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
