@@ -28,7 +28,7 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     [ -d "$MODEL_PATH" ] ||
         "$PYTHON" "$repository/scripts/make_image_task.py" --model "$MODEL_PATH"
     overrides+=(
-        data.custom_cls.path="$repository/scripts/data/image_dataset.py"
+        data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset
         data.custom_cls.name=ImageDataset
     )
 fi

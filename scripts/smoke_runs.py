@@ -206,7 +206,7 @@ def run_critic(run: SmokeRun, timeout_s: float) -> str:
 def run_images(run: SmokeRun, timeout_s: float) -> str:
     """Images in prompts; the data set takes them as they are, else qwen-vl-utils would be wanted."""
     images = (
-        f"data.custom_cls.path={Path(__file__).with_name('data') / 'image_dataset.py'}",
+        "data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset",
         "data.custom_cls.name=ImageDataset",
     )
     run = replace(run, script="run_qwen3_vl_pg.sh", response_tokens=4, overrides=(*images, *run.overrides))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import partial
 
 import hydra
 from omegaconf import DictConfig
 from verl.trainer import main_ppo as verls
 from verl.utils.device import auto_set_device
 
-from verl_pg_plugin.config.engage import engage, exit_on_errors
+from verl_pg_plugin.config.engage import engage_or_exit
 from verl_pg_plugin.config.options import added
 
 
@@ -28,7 +27,7 @@ def main() -> None:
 @hydra.main(config_path="config/hydra", config_name="pg_ppo_trainer", version_base=None)
 def _run(config: DictConfig) -> None:
     auto_set_device(config)
-    exit_on_errors(partial(engage, from_ours=True), config)
+    engage_or_exit(config, from_ours=True)
     run_ppo = inspect.unwrap(verls.run_ppo)  # without the hook that would ask all again
     if config.trainer.get("use_v1"):  # a verl with one kind of trainers has no such key
         run_ppo(config, verls.TaskRunnerV1)

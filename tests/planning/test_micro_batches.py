@@ -234,7 +234,8 @@ def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
     order = batch_of(*masked, *[((g, g), (i,) * 150) for g in range(2, 9) for i in range(8)]).order()
     has_loss = np.arange(64) >= 8
     for most in (1600, 2400, 4096, 6144):
-        found = [members(cut_for_loss(order, has_loss, MicroBatchLimits(max_tokens=most), None, n)) for n in (None, 16)]
+        limits = MicroBatchLimits(max_tokens=most)
+        found = [members(cut_for_loss(order, has_loss, limits, None, at_least=number)) for number in (1, 16)]
         for plan in found:
             assert sorted(s for sequences in plan for s in sequences) == [*range(64)]
         assert all(has_loss[sequences].any() for sequences in found[0])

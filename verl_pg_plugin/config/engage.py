@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from importlib.resources import files
 
 import ray
@@ -39,25 +38,20 @@ def engage(config: DictConfig, *, from_ours: bool = False) -> None:
         check(config, asks_verl=from_ours)
 
 
-def engage_or_exit(config: DictConfig) -> None:
-    """``engage`` for verl's entry point: errors end the process without a traceback, with exit code 2, as in ours.
+def engage_or_exit(config: DictConfig, *, from_ours: bool = False) -> None:
+    """``engage`` for entry points: errors end the process without a traceback, with exit code 2.
 
     Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none: a
     flag that would do nothing is a ConfigError.
     """
-    if not ray.is_initialized():
-        exit_on_errors(engage, config)
+    if from_ours or not ray.is_initialized():
+        try:
+            engage(config, from_ours=from_ours)
+        except (ConfigError, OmegaConfBaseException) as error:
+            sys.stderr.write(f"{error}\n")
+            raise SystemExit(2) from None
     elif _asks(config) and (found := [issue for issue in sharing_issues(config) if not issue.is_warning]):
         raise ConfigError(found)
-
-
-def exit_on_errors(check_or_engage: Callable[[DictConfig], None], config: DictConfig) -> None:
-    """End the process without a traceback, with exit code 2, where a config cannot run."""
-    try:
-        check_or_engage(config)
-    except (ConfigError, OmegaConfBaseException) as error:
-        sys.stderr.write(f"{error}\n")
-        raise SystemExit(2) from None
 
 
 def _asks(config: DictConfig) -> bool:

@@ -117,12 +117,7 @@ def cut_micro_batches(
 
 
 def cut_for_loss(
-    order: PrefixOrder,
-    has_loss: np.ndarray,
-    limits: MicroBatchLimits,
-    weights: CacheWeights | None,
-    at_least: int | None = None,
-    **options: Any,
+    order: PrefixOrder, has_loss: np.ndarray, limits: MicroBatchLimits, weights: CacheWeights | None, **options: Any
 ) -> list[list[MicroBatch]]:
     """``cut_micro_batches`` of an update, in which groups without a loss token, as verl's fillers are, join others.
 
@@ -132,28 +127,27 @@ def cut_for_loss(
     most = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
     group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
     joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
-    missing = (at_least or 1) - np.count_nonzero(~joins)
+    at_least = options.pop("at_least", 1)
+    missing = at_least - np.count_nonzero(~joins)
     joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # other ranks need a micro-batch for each
     others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
-    run_of = np.cumsum(joining.num_new) * 8 // (most + 1)
-    runs = [joining.select(np.flatnonzero(run_of == run)) for run in np.unique(run_of)]
-    number = at_least or 1
-    for _ in range(1 if at_least else 4):  # more micro-batches have more room, where no other rank says how many
-        if not runs or number > len(others.sequences):
-            break
+    total, num_tokens = (int(part.num_new.sum()) for part in (order, joining))
+    is_small = 8 * num_tokens <= most
+    number = at_least if is_small or at_least > 1 else -(-total // most)  # another rank may have said how many
+    if num_tokens and number <= len(others.sequences):
         groups = cut_micro_batches(others, limits, weights, number, **options)
         parts = [part for group in groups for part in group]
         held, joined = [part.num_tokens for part in parts], [list(part.sequences) for part in parts]
-        for run in runs:
+        run_of = np.cumsum(joining.num_new) * 8 // (most + 1)
+        for run in (joining.select(np.flatnonzero(run_of == run)) for run in np.unique(run_of)):
             fewest = held.index(min(held))
             held[fewest] += int(run.num_new.sum())
             joined[fewest] += run.sequences.tolist()
-        number = max(len(parts) + 1, -(-sum(held) // most))
-        grown = [tokens for tokens, part in zip(held, parts, strict=True) if tokens > part.num_tokens]
-        if 8 * max(grown) <= 9 * most or 8 * joining.num_new.sum() <= most:
+        exceed = [8 * held > 9 * most and held > part.num_tokens for held, part in zip(held, parts, strict=True)]
+        if is_small or not any(exceed):
             filled = iter(zip(joined, held, strict=True))
             return [[MicroBatch(*next(filled), part.chunk) for part in group] for group in groups]
-    return cut_micro_batches(order, limits, weights, at_least or 1, **options)
+    return cut_micro_batches(order, limits, weights, at_least, **options)
 
 
 def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
