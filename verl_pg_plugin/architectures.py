@@ -302,10 +302,8 @@ def _returning(module: nn.Module, output: Any) -> Iterator[None]:
 def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
     """Why stock verl's rmpad mode (0.9.1) computes a model wrongly, and what to do instead; None if nothing is known.
 
-    Recurrent layers are not told where a sequence begins: tiny models are off by 0.30 to 0.35 in a log-prob. verl's
-    forward of multimodal Qwen3.5 tells fla's kernels alone. ``POSITIONS_KEPT``: a tiny Ministral 3 on an H200 was off
-    by 10%. ``MASKS_WITHOUT_POSITIONS``: gradients of a tiny gpt-oss are off by 40%. A config without an
-    ``attn_implementation`` takes flash-attn, verl's default.
+    Tiny hybrids are off by 0.30 to 0.35 in a log-prob; verl's forward of multimodal Qwen3.5 tells fla's kernels alone
+    where a sequence begins. A tiny Ministral 3 on an H200 was off by 10%, gradients of a tiny gpt-oss by 40%.
     """
     text, kind = hf_config.get_text_config(), hf_config.model_type
     default = "flash_attention_2" if device_name == "cuda" else "sdpa"
@@ -313,10 +311,7 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
     told = kind in MULTIMODAL_MODEL_TYPES and device_name == "cuda" and has_fla()
     way_out = ""
     if count_layers(text)[GATED_DELTA] and not MIXERS[GATED_DELTA].obstacles(text) and not told:
-        why = (
-            "its Gated DeltaNet layers carry the state of each sequence into the next, so log-probs and gradients "
-            "depend on what else a micro-batch holds"
-        )
+        why = "its Gated DeltaNet layers carry each sequence's state into the next, so what else it is with counts"
     elif text.model_type in POSITIONS_KEPT and "flash" in implementation:
         why = "its attention does not tell flash-attn where a sequence begins, so tokens see sequences in front of them"
         way_out = f"set {OVERRIDE}.attn_implementation=sdpa, or "

@@ -196,14 +196,14 @@ def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> I
 
 def _follows(config: DictConfig, issue: Issue, found: list[Issue]) -> bool:
     """Whether the setting is an interpolation, and the one that it follows has the same issue."""
+
+    def interpolated(key: str) -> bool:
+        parent, _, leaf = key.rpartition(".")
+        section = OmegaConf.select(config, parent) if parent else None
+        return isinstance(section, DictConfig) and leaf in section and OmegaConf.is_interpolation(section, leaf)
+
     same = [other.key for other in found if other.why == issue.why and other.key != issue.key]
-    return _is_interpolation(config, issue.key) and not all(_is_interpolation(config, key) for key in same)
-
-
-def _is_interpolation(config: DictConfig, key: str) -> bool:
-    parent, _, leaf = key.rpartition(".")
-    section = OmegaConf.select(config, parent) if parent else None
-    return isinstance(section, DictConfig) and leaf in section and OmegaConf.is_interpolation(section, leaf)
+    return interpolated(issue.key) and not all(map(interpolated, same))
 
 
 def _joins_cluster(config: DictConfig) -> bool:

@@ -1,7 +1,6 @@
 """verl's data set with images taken as they are, for ``data.custom_cls``.
 
-verl's own hands messages to qwen-vl-utils, which resizes images to the patches of real models and needs torchvision.
-Generated images have their size already.
+verl's own hands them to qwen-vl-utils, which resizes them and needs torchvision; generated ones have their size.
 """
 
 from __future__ import annotations

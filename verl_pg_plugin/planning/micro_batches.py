@@ -121,8 +121,8 @@ def cut_for_loss(
 ) -> list[list[MicroBatch]]:
     """``cut_micro_batches`` of an update, in which groups without a loss token, as verl's fillers are, join others.
 
-    Several of verl's losses fail on a micro-batch that has none. Such groups join in runs of an eighth of the limits,
-    by which micro-batches may exceed them. ``has_loss`` (B,) is by index in the mini-batch.
+    Several of verl's losses fail on a micro-batch that has none. Neighbours join in runs of an eighth of the limits, by
+    which they may exceed them. ``has_loss`` (B,) is by index in the mini-batch.
     """
     most = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
     group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
@@ -131,9 +131,10 @@ def cut_for_loss(
     missing = at_least - np.count_nonzero(~joins)
     joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # other ranks need a micro-batch for each
     others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
-    total, num_tokens = (int(part.num_new.sum()) for part in (order, joining))
+    num_tokens = int(joining.num_new.sum())
     is_small = 8 * num_tokens <= most
-    number = at_least if is_small or at_least > 1 else -(-total // most)  # another rank may have said how many
+    # Another rank may have said how many.
+    number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
     if num_tokens and number <= len(others.sequences):
         groups = cut_micro_batches(others, limits, weights, number, **options)
         parts = [part for group in groups for part in group]
