@@ -63,10 +63,8 @@ class PrefixGrouperFSDPEngineWithValueHead(_Entry):
 
 
 _ENTRIES: dict[tuple[str, str], type[BaseEngine]] = {
-    ("language_model", "fsdp"): PrefixGrouperFSDPEngineWithLMHead,
-    ("language_model", "fsdp2"): PrefixGrouperFSDPEngineWithLMHead,
-    ("value_model", "fsdp"): PrefixGrouperFSDPEngineWithValueHead,
-    ("value_model", "fsdp2"): PrefixGrouperFSDPEngineWithValueHead,
+    **{("language_model", strategy): PrefixGrouperFSDPEngineWithLMHead for strategy in FSDP_STRATEGIES},
+    **{("value_model", strategy): PrefixGrouperFSDPEngineWithValueHead for strategy in FSDP_STRATEGIES},
 }
 """Ours, by model type and strategy."""
 
