@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from tests.config.config_support import save_tokenizer
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
+from verl_pg_plugin.cli import estimate as command
 
 Estimate = Callable[..., tuple[str, Any]]
 
@@ -26,21 +27,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def estimate(capsys, tmp_path: Path, model: str) -> Estimate:
-    """What the command writes, or the one line of its error, and its figures."""
+def estimate(capsys, monkeypatch, model: str) -> Estimate:
+    """What the command writes, or the one line of its error, and the figures of its table."""
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(command, "table", lambda rows, table=command.table: [shown.extend(rows), table(rows)][1])
 
     def run(arguments: str, model: object = model) -> tuple[str, Any]:
-        figures = tmp_path / "figures.json"
-        code = main(["estimate", "--model", str(model), "--json", str(figures), *arguments.split()])
+        shown.clear()
+        code = main(["estimate", "--model", str(model), *arguments.split()])
         out, err = capsys.readouterr()
         assert (code, out) == (2, "") or (code, err) == (0, "")
         assert not err or (err.startswith("error: ") and err.count("\n") == 1)
-        return out or err, json.loads(figures.read_text()) if figures.exists() else None
+        return out or err, [*shown]
 
     return run
 
 
-def test_lengths_give_a_table_and_json(estimate: Estimate) -> None:
+def test_lengths_give_a_table(estimate: Estimate) -> None:
     out, (tight, wide) = estimate("--prompt 64 --response 16 --n 8 --groups 2 --budget 100 400 --gen-seconds 1")
     assert (tight["budget"], wide["budget"]) == (100, 400)
     assert tight["logical_tokens"] == 2 * 8 * 80
@@ -94,7 +97,6 @@ def test_rollouts_of_verl_are_read_by_their_prompts(estimate: Estimate, tmp_path
         ("--prompt 4", "", "--response is missing"),
         ("--prompt 64 --response 8 --budget 16", "", "--budget 16 does not hold the longest sequence of 72 tokens"),
         ("--data no_such.parquet --response 8", "", "--data no_such.parquet: no such file"),
-        ("--prompt 4 --response 4 --json /no/such/x", "", "--json /no/such/x: there is no folder /no/such"),
         ("--rollouts no_such_folder", "", "has no .jsonl file; train with trainer.rollout_data_dir=<folder>"),
         ("--rollouts {folder}", "", "3.jsonl is empty"),
         ("--rollouts {folder}", "[]\n", "3.jsonl, line 1, has no"),

@@ -55,14 +55,11 @@ def add_parser(subparsers: Any) -> None:
     add("--no-ref", action="store_true", help="the step has no reference policy")
     add("--gen-seconds", type=_not_negative, default=0.0, help="of a step's rollout, for the speed-up of the step (0)")
     add("--tflops", type=_positive, default=380, help="that a GPU reaches, for the step (380: an H200)")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the answer and its table, and write the figures if asked."""
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise CommandError(f"--json {args.json}: there is no folder {args.json.parent}")
+    """Show the answer and its table."""
     if sum(source is not None for source in (args.prompt, args.data, args.rollouts)) != 1:
         raise CommandError("give lengths by one of --prompt, --data and --rollouts; --help says more")
     if args.rollouts is None and args.response is None:
@@ -97,10 +94,9 @@ def run(args: argparse.Namespace) -> int:
     levels = Levels.of_settings(args.activations, True, sizes=sizes, room=room)
 
     rows: list[dict[str, Any]] = []
-    settings = {"compile_layers": compiled, "kernel": args.kernel}
     usual = -(-longest // 1024) * 1024, VERLS_BUDGET, 32768, 65536, 131072
     for budget in sorted(args.budget or {budget for budget in usual if budget >= longest}):
-        found = forecast(batch, flops, levels, budget, **settings)
+        found = forecast(batch, flops, levels, budget, compile_layers=compiled, kernel=args.kernel)
         rows.append(figures(found, found.peak_gib(weights), gib, args))
         if not args.budget and found.micro_batches == 1 and budget >= VERLS_BUDGET:
             break  # a larger one changes nothing
@@ -113,13 +109,11 @@ def run(args: argparse.Namespace) -> int:
     )
     lines = [*answer(rows, args, gib), lengths, "", *table(rows), "", assumed, ACCURACY]
     sys.stdout.write("\n".join(lines) + "\n")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0
 
 
 def figures(found: Forecast, peak: float, gib: float, args: argparse.Namespace) -> dict[str, Any]:
-    """A budget as ``--json`` writes it: its forecast, whether the update's peak in GiB fits, and seconds of a step."""
+    """Of a budget: its forecast, whether the update's peak in GiB fits, and seconds of a step."""
     log_prob, update = (price / (args.tflops * 1e12) for price in found.alone)
     log_prob *= 1 if args.no_ref else 2
     stock = args.gen_seconds + log_prob + update
