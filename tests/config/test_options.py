@@ -54,15 +54,13 @@ def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
 
 
 def test_options_of_an_sft_run_which_no_preflight_sees_are_read_and_checked_by_the_engine_config():
-    def of(**given) -> PrefixGrouperEngineConfig:
-        return PrefixGrouperEngineConfig(strategy="fsdp2", prefix_grouper=given)
-
-    assert of(activations="inputs").prefix_grouper == PrefixGrouperOptions(activations="inputs")
+    read = PrefixGrouperEngineConfig(prefix_grouper={"activations": "inputs"}).prefix_grouper
+    assert read == PrefixGrouperOptions(activations="inputs")
     for wrong, fix in ({"activatons": "inputs"}, "activations"), ({"verify": "every100"}, "verify=every_100"):
         with pytest.raises(ConfigError, match=rf"\+engine\.prefix_grouper\.{fix}"):
-            of(**wrong)
+            PrefixGrouperEngineConfig(prefix_grouper=wrong)
     with pytest.raises(ConfigError, match="is not a boolean"):
-        PrefixGrouperEngineConfig(strategy="fsdp2", use_prefix_grouper="no")
+        PrefixGrouperEngineConfig(use_prefix_grouper="no")
 
 
 def test_what_the_values_mean():

@@ -222,7 +222,6 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
 
 
 def test_what_fsdp2_itself_offloads_is_taken_from_the_host_once(qwen3: str, monkeypatch) -> None:
-    """verl leaves its own offload out then."""
     monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
     asked = {"offload_policy": True}, {"offload_policy": True, "param_offload": True, "optimizer_offload": True}
     alone, both = (make_engine(qwen3, engine=engine)._host_bytes for engine in asked)

@@ -304,22 +304,10 @@ def _encodes_images(engine: Engine) -> bool:
 
 Rule = Callable[[Engine], Iterator[Issue]]
 MACHINE_RULES: tuple[Rule, ...] = (
-    attention_kernel,
-    compiler,
-    fused_backend,
-    attn_implementation,
-    mixer_kernels,
-    packages,
+    *(attention_kernel, compiler, fused_backend, attn_implementation, mixer_kernels, packages),
 )
 """What they find on this machine is no more than a warning where the run's machines are others."""
 RULES: tuple[Rule, ...] = (
-    veomni,
-    multi_token_prediction,
-    quantization_aware_training,
-    compiled_layers,
-    fused_kernels,
-    ulysses,
-    gradient_checkpointing,
-    padded_groups,
-    *MACHINE_RULES,
+    *(veomni, multi_token_prediction, quantization_aware_training, compiled_layers, fused_kernels, ulysses),
+    *(gradient_checkpointing, padded_groups, *MACHINE_RULES),
 )

@@ -14,26 +14,13 @@ from verl_pg_plugin.modalities.images import shown_images
 from verl_pg_plugin.planning.cost import ModelFlops
 
 TOTALS = (
-    "logical_tokens",
-    "physical_tokens",
-    "padding_tokens",
-    "rmpad_micro_batches",
-    "chains",
-    "carried_rows",
-    "exported_rows",
-    "verified_rows",
-    "patches",  # where the model has a vision encoder, as the next
-    "logical_patches",
+    *("logical_tokens", "physical_tokens", "padding_tokens", "rmpad_micro_batches", "chains", "carried_rows"),
+    *("exported_rows", "verified_rows", "patches", "logical_patches"),  # the last two of models with a vision encoder
 )
 
 PLAIN_MEANS = (
-    "critic/vf_clipfrac",
-    "critic/vpred_mean",
-    "distillation/ppo_kl",
-    "distillation/pg_clipfrac",
-    "distillation/pg_clipfrac_lower",
-    "distillation/student_mass",
-    "distillation/teacher_mass",
+    *("critic/vf_clipfrac", "critic/vpred_mean", "distillation/ppo_kl", "distillation/pg_clipfrac"),
+    *("distillation/pg_clipfrac_lower", "distillation/student_mass", "distillation/teacher_mass"),
     "distillation/overlap_ratio",
 )
 """Means over loss tokens that verl's losses return as plain numbers."""
