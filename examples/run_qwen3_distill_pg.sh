@@ -38,7 +38,7 @@ exec bash "$repository/examples/run_qwen3_pg.sh" \
     distillation.enabled=True \
     distillation.nnodes=1 \
     distillation.n_gpus_per_node="$TEACHER_GPUS" \
-    distillation.teacher_models.teacher_model.model_path="${TEACHER_PATH:?the teacher: a checkpoint or its name}" \
+    distillation.teacher_models.teacher_model.model_path="${TEACHER_PATH:?set it to the teacher, a checkpoint or its name}" \
     distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=1 \
     distillation.distillation_loss.loss_mode="${LOSS_MODE:-k3}" \
     distillation.distillation_loss.use_policy_gradient="${USE_POLICY_GRADIENT:-False}" \

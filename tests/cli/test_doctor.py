@@ -160,7 +160,7 @@ def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: li
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes) -> None:
+def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes, monkeypatch) -> None:
     """verl says so at DEBUG only, and trains without sharing."""
     _, broken, rival, _ = processes
     (line,) = bad(doctor.process_lines(broken))
@@ -169,6 +169,9 @@ def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes) -> 
     line = line_of(bad(doctor.process_lines(rival)), "plugin verl_pg_plugin")
     assert "rival_plugin.Theirs is already registered as verl's language_model engine for ('cuda'" in line.text
     assert "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin" in line.text
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    _, line = bad(doctor.process_lines({"error": "Unknown platform 'cpu'"}))
+    assert "keeps verl from loading it" in line.text
 
 
 def test_a_plugin_that_fails_beside_the_doctor_alone_is_reported_too(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ def process_lines(process: dict[str, Any]) -> list[Check]:
     """The platform that verl takes and whether it loads ours."""
     if error := process.get("error"):
         fix = f"correct what it names; {sys.executable} -c 'import verl.workers.engine' shows where it happens"
-        return [Check(FAIL, "import verl", f"fails: {error}", fix)]
+        return [Check(FAIL, "import verl", f"fails: {error}", fix), _plugin_line("not loaded, since verl is not")]
     return [Check(**process["platform"]), _plugin_line("loads", process["plugin_error"])]
 
 
