@@ -135,6 +135,7 @@ def cut_for_loss(
     is_small = 8 * num_tokens <= most
     # Another rank may have said how many.
     number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
+    spread: list[list[MicroBatch]] = []
     if num_tokens and number <= len(others.sequences):
         groups = cut_micro_batches(others, limits, weights, number, **options)
         parts = [part for group in groups for part in group]
@@ -145,10 +146,12 @@ def cut_for_loss(
             held[fewest] += int(run.num_new.sum())
             joined[fewest] += run.sequences.tolist()
         exceed = [8 * held > 9 * most and held > part.num_tokens for held, part in zip(held, parts, strict=True)]
+        filled = iter(zip(joined, held, strict=True))
+        spread = [[MicroBatch(*next(filled), part.chunk) for part in group] for group in groups]
         if is_small or not any(exceed):
-            filled = iter(zip(joined, held, strict=True))
-            return [[MicroBatch(*next(filled), part.chunk) for part in group] for group in groups]
-    return cut_micro_batches(order, limits, weights, at_least, **options)
+            return spread
+    whole = cut_micro_batches(order, limits, weights, at_least, **options)
+    return spread if spread and sum(map(len, whole)) > at_least > 1 else whole  # as many as the other rank needs
 
 
 def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
