@@ -211,6 +211,26 @@ def learning_cpu() -> plt.Figure:
     return figure
 
 
+def learning_gpu() -> plt.Figure:
+    """Rewards and KL by step with vLLM: the mean of the seeds of each mode, on the band that they fill."""
+    figure, panels = new_axes(5.5, 2)
+    for axes, (metric, title) in zip(
+        panels, {"reward": "reward", "kl": "KL loss to the reference"}.items(), strict=True
+    ):
+        for mode, color in (("rmpad", STOCK), ("packed", OURS)):
+            runs = np.array(
+                [[float(row[metric]) for row in rows_of("learning_gpu", mode=mode, seed=seed)] for seed in "123"]
+            )
+            steps = range(1, runs.shape[1] + 1)
+            axes.fill_between(steps, runs.min(0), runs.max(0), color=color, alpha=0.3, linewidth=0)
+            axes.plot(steps, runs.mean(0), color=color, linewidth=2, label="stock verl" if mode == "rmpad" else mode)
+        axes.set_title(title, loc="left", weight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False)
+    panels[-1].set_xlabel("training step: tiny Qwen3, one H200, vLLM, verl 0.9.1")
+    return figure
+
+
 def problems() -> str:
     """What a run with four mistakes writes before it starts anything, as SVG."""
     overrides = [
@@ -257,7 +277,7 @@ FIGURES: dict[str, Callable[[], plt.Figure | str]] = {
     function.__name__: function
     for function in (
         *(does_it_pay, steps, where_it_comes_from, reward_over_time, memory),
-        *(packed_tokens, prefix_trees, split_group, learning_cpu, problems, a_run),
+        *(packed_tokens, prefix_trees, split_group, learning_cpu, learning_gpu, problems, a_run),
     )
 }
 
