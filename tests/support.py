@@ -36,7 +36,8 @@ from verl_pg_plugin import register
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions, PrefixGrouperVeOmniEngineConfig
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
-from verl_pg_plugin.planning.micro_batches import CacheWeights, cut_for_loss
+from verl_pg_plugin.planning.loss_tokens import cut_for_loss
+from verl_pg_plugin.planning.micro_batches import CacheWeights
 
 VOCAB = 97
 TINY: dict[str, Any] = {

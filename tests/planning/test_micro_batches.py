@@ -17,7 +17,6 @@ from verl_pg_plugin.planning.micro_batches import (
     CacheWeights,
     MicroBatch,
     MicroBatchLimits,
-    cut_for_loss,
     cut_micro_batches,
     lay_out,
 )
@@ -211,33 +210,6 @@ def test_whole_groups_are_packed_together_longest_first() -> None:
     assert [len(part.sequences) for part in parts_of(plan)] == [8, 8, 8, 8]
     unique = batch_of(((1,), (1, 1, 1, 1)), ((2,), (2, 2, 2, 2)), ((3,), [3] * 8))
     assert members(cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)) == [[0, 1], [2]]
-
-
-def test_a_small_group_without_a_loss_token_joins_another() -> None:
-    """verl fills batches up with copies of such a sequence, and some of its losses fail where there is nothing else."""
-    order = batch_of(*[((7, 2), (i,) * 20) for i in range(4)], ((7, 9, 9), (9,))).order()  # all start with one token
-    has_loss = np.array([1, 1, 1, 1, 0])
-    for at_least in (1, 2, 4):
-        plan = cut_for_loss(order, has_loss, MicroBatchLimits(max_tokens=82), FREE, at_least=at_least)
-        assert sorted(s for sequences in members(plan) for s in sequences) == [0, 1, 2, 3, 4]
-        assert [has_loss[sequences].any() for sequences in members(plan)] == [True] * at_least
-    one_each = MicroBatchLimits(max_sequences=1)
-    fillers = batch_of(*[((i, i), (i,) * 99) for i in range(2)], *[((9,), (9,))] * 3).order()
-    for at_least in (2, 3, 4, 5):
-        plan = cut_for_loss(fillers, np.array([1, 1, 0, 0, 0]), one_each, FREE, at_least=at_least)
-        assert len(parts_of(plan)) == at_least, "ranks run as many"
-
-
-def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
-    masked = [((0, 1), (i,) * 400) for i in range(8)]
-    order = batch_of(*masked, *[((g, g), (i,) * 150) for g in range(2, 9) for i in range(8)]).order()
-    has_loss = np.arange(64) >= 8
-    for most in (1600, 2400, 4096, 6144):
-        plan = members(cut_for_loss(order, has_loss, MicroBatchLimits(max_tokens=most), None))
-        assert sorted(s for sequences in plan for s in sequences) == [*range(64)]
-        assert all(has_loss[sequences].any() for sequences in plan)
-        places = [np.flatnonzero(np.isin(order.sequences, sequences)) for sequences in plan]
-        assert max(order.select(of).num_new.sum() for of in places) <= 9 * most / 8
 
 
 def test_a_system_prompt_shared_by_all_questions_does_not_tear_their_groups_apart() -> None:

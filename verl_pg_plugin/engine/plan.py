@@ -20,8 +20,9 @@ from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, bui
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
+from verl_pg_plugin.planning.loss_tokens import cut_for_loss
 from verl_pg_plugin.planning.memory import cache_weights
-from verl_pg_plugin.planning.micro_batches import MicroBatch, cut_for_loss, lay_out, tokens_of_stock
+from verl_pg_plugin.planning.micro_batches import MicroBatch, lay_out, tokens_of_stock
 from verl_pg_plugin.planning.order import FloatArray, align
 
 

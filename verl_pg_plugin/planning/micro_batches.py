@@ -12,7 +12,7 @@ import heapq
 import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -114,44 +114,6 @@ def cut_micro_batches(
     planner = _Planner(order, limits, weights, levels, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
     planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
-
-
-def cut_for_loss(
-    order: PrefixOrder, has_loss: np.ndarray, limits: MicroBatchLimits, weights: CacheWeights | None, **options: Any
-) -> list[list[MicroBatch]]:
-    """``cut_micro_batches`` of an update, in which groups without a loss token, as verl's fillers are, join others.
-
-    Several of verl's losses fail on a micro-batch that has none. Neighbours join in runs of an eighth of the limits, by
-    which they may exceed them. ``has_loss`` (B,) is by index in the mini-batch.
-    """
-    most = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
-    group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
-    joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
-    at_least = options.pop("at_least", 1)
-    missing = at_least - np.count_nonzero(~joins)
-    joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # other ranks need a micro-batch for each
-    others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
-    num_tokens = int(joining.num_new.sum())
-    is_small = 8 * num_tokens <= most
-    # Another rank may have said how many.
-    number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
-    spread: list[list[MicroBatch]] = []
-    if num_tokens and number <= len(others.sequences):
-        groups = cut_micro_batches(others, limits, weights, number, **options)
-        parts = [part for group in groups for part in group]
-        held, joined = [part.num_tokens for part in parts], [list(part.sequences) for part in parts]
-        run_of = np.cumsum(joining.num_new) * 8 // (most + 1)
-        for run in (joining.select(np.flatnonzero(run_of == run)) for run in np.unique(run_of)):
-            fewest = held.index(min(held))
-            held[fewest] += int(run.num_new.sum())
-            joined[fewest] += run.sequences.tolist()
-        exceed = [8 * held > 9 * most and held > part.num_tokens for held, part in zip(held, parts, strict=True)]
-        filled = iter(zip(joined, held, strict=True))
-        spread = [[MicroBatch(*next(filled), part.chunk) for part in group] for group in groups]
-        if is_small or not any(exceed):
-            return spread
-    whole = cut_micro_batches(order, limits, weights, at_least, **options)
-    return spread if spread and sum(map(len, whole)) > at_least > 1 else whole  # as many as the other rank needs
 
 
 def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:

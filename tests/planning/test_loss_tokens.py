@@ -1,0 +1,54 @@
+"""Sequences without a loss token are computed beside others: none is lost, and ranks run as many micro-batches."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.layout.tries import batch_of
+from verl_pg_plugin.planning.loss_tokens import cut_for_loss
+from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
+
+FREE = CacheWeights()
+
+
+def members(*args: Any, **options: Any) -> list[list[int]]:
+    """The sequences of each micro-batch."""
+    return [part.sequences for group in cut_for_loss(*args, **options) for part in group]
+
+
+def test_a_small_group_without_a_loss_token_joins_another() -> None:
+    """verl fills batches up with copies of such a sequence, and some of its losses fail where there is nothing else."""
+    order = batch_of(*[((7, 2), (i,) * 20) for i in range(4)], ((7, 9, 9), (9,))).order()  # all start with one token
+    has_loss = np.array([1, 1, 1, 1, 0])
+    for at_least in (1, 2, 4):
+        plan = members(order, has_loss, MicroBatchLimits(max_tokens=82), FREE, at_least=at_least)
+        assert sorted(np.concatenate(plan)) == [0, 1, 2, 3, 4]
+        assert [has_loss[sequences].any() for sequences in plan] == [True] * at_least
+    fillers = batch_of(*[((i, i), (i,) * 99) for i in range(2)], *[((9,), (9,))] * 3).order()
+    for at_least in (2, 3, 4, 5):
+        plan = members(fillers, np.array([1, 1, 0, 0, 0]), MicroBatchLimits(max_sequences=1), FREE, at_least=at_least)
+        assert len(plan) == at_least, "ranks run as many"
+
+
+def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
+    masked = [((0, 1), (i,) * 400) for i in range(8)]
+    order = batch_of(*masked, *[((g, g), (i,) * 150) for g in range(2, 9) for i in range(8)]).order()
+    has_loss = np.arange(64) >= 8
+    for most in (1600, 2400, 4096, 6144):
+        plan = members(order, has_loss, MicroBatchLimits(max_tokens=most), None)
+        assert sorted(np.concatenate(plan)) == [*range(64)]
+        assert all(has_loss[sequences].any() for sequences in plan)
+        places = [np.flatnonzero(np.isin(order.sequences, sequences)) for sequences in plan]
+        assert max(order.select(of).num_new.sum() for of in places) <= 9 * most / 8
+
+
+def test_ranks_run_as_many_where_a_large_masked_group_no_longer_fits_beside_the_others() -> None:
+    groups = [(8, 4, 20), (8, 6, 60), (1, 4, 5), (8, 3, 5)]  # tokens of the prompt, responses, tokens of each
+    order = batch_of(
+        *[((g,) * prompt, (100 + i,) * own) for g, (prompt, n, own) in enumerate(groups) for i in range(n)]
+    )
+    has_loss = np.repeat([0, 1, 0, 0], [n for _, n, _ in groups])
+    for at_least in (6, 7, 8):
+        assert (
+            len(members(order.order(), has_loss, MicroBatchLimits(max_tokens=87), FREE, at_least=at_least)) == at_least
+        )

@@ -1,0 +1,65 @@
+"""Let every micro-batch of an update have a loss token: sequences without one are computed beside others.
+
+Several of verl's losses fail on a micro-batch that has none. Such sequences are verl's fillers, and groups whose every
+response is masked.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from verl_pg_plugin.layout import PrefixOrder
+from verl_pg_plugin.planning.micro_batches import (
+    SHORT_PREFIX,
+    CacheWeights,
+    MicroBatch,
+    MicroBatchLimits,
+    cut_micro_batches,
+    tokens_of_stock,
+)
+
+
+def cut_for_loss(
+    order: PrefixOrder,
+    has_loss: np.ndarray,
+    limits: MicroBatchLimits,
+    weights: CacheWeights | None,
+    at_least: int = 1,
+    **options: Any,
+) -> list[list[MicroBatch]]:
+    """``cut_micro_batches``, in which groups without a loss token join others where those have room.
+
+    Neighbours join in runs of an eighth of the limits, by which a micro-batch may exceed them. ``has_loss`` (B,) is by
+    index in the mini-batch.
+    """
+    most = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
+    group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
+    joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
+    missing = at_least - np.count_nonzero(~joins)
+    joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # other ranks need a micro-batch for each
+    others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
+    num_tokens = int(joining.num_new.sum())
+    is_small = 8 * num_tokens <= most
+    # Another rank may have said how many.
+    number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
+    if not num_tokens or number > len(others.sequences):
+        return cut_micro_batches(order, limits, weights, at_least, **options)
+    joined, exceed = _join(joining, cut_micro_batches(others, limits, weights, number, **options), most)
+    if is_small or not exceed:
+        return joined
+    whole = cut_micro_batches(order, limits, weights, at_least, **options)
+    return joined if sum(map(len, whole)) > at_least > 1 else whole  # as many as the other rank needs
+
+
+def _join(joining: PrefixOrder, groups: list[list[MicroBatch]], most: int) -> tuple[list[list[MicroBatch]], bool]:
+    """``groups`` with runs of ``joining`` in the micro-batches that hold least, and whether one then holds too much."""
+    parts = [part for group in groups for part in group]
+    held, sequences = [part.num_tokens for part in parts], [list(part.sequences) for part in parts]
+    run_of = np.cumsum(joining.num_new) * 8 // (most + 1)
+    for run in (joining.select(np.flatnonzero(run_of == run)) for run in np.unique(run_of)):
+        fewest = held.index(min(held))
+        held[fewest] += int(run.num_new.sum())
+        sequences[fewest] += run.sequences.tolist()
+    exceed = any(8 * held > 9 * most and held > part.num_tokens for held, part in zip(held, parts, strict=True))
+    filled = iter(zip(sequences, held, strict=True))
+    return [[MicroBatch(*next(filled), part.chunk) for part in group] for group in groups], exceed
