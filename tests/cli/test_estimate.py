@@ -72,7 +72,7 @@ def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(estim
     assert found["logical_tokens"] == 2 * (9 + 9 + 8)
     # "a a a" begins all prompts and "b" two; a row is shared where the next token is equal as well.
     assert found["physical_tokens"] == (2 + 1 + 1 + 1 + 1) + 6 * 4
-    assert "cannot read the column messages: No match" in estimate(f"{data} --prompt-key messages")[0]
+    assert "has no column messages: --prompt-key <" in estimate(f"{data} --prompt-key messages")[0]
 
 
 def test_rollouts_of_verl_are_read_by_their_prompts(estimate: Estimate, tmp_path: Path) -> None:

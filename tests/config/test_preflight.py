@@ -109,6 +109,12 @@ REFUSED: list[tuple[str, str, str]] = [
     ("data.train_files={folder}/broken.parquet", "cannot be read as parquet", ""),
     ("data.val_files=[] data.prompt_key=question", "has no column 'question'; it has prompt", "prompt_key=prompt"),
     ("reward.custom_reward_function.path=/gone.py", "no such file", "=<file>"),
+    (f"{ROLLOUT}.agent.agent_loop_config_path=/gone.yaml", "no such file", "=<file>"),
+    (
+        "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=/gone",
+        "no such folder",
+        "=<folder>",
+    ),
     (f"{MODEL}.use_remove_padding=packed", "is not a boolean", ""),
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),
     (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "have the probabilities", "=False"),

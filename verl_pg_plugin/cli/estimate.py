@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,10 +209,14 @@ def read_batch(args: argparse.Namespace) -> tuple[Sequences, str]:
         if not args.data.is_file():
             raise CommandError(f"--data {args.data}: no such file")
         try:
+            names = pq.read_schema(args.data).names
+            if args.prompt_key not in names:
+                raise CommandError(
+                    f"--data {args.data} has no column {args.prompt_key}: --prompt-key <{' or '.join(names)}>"
+                )
             column = pq.read_table(args.data, columns=[args.prompt_key]).column(0)
         except pa.ArrowException as error:
-            why = str(error).splitlines()[0]
-            raise CommandError(f"--data {args.data}: cannot read the column {args.prompt_key}: {why}") from error
+            raise CommandError(f"--data {args.data}: not a parquet file: {str(error).splitlines()[0]}") from error
         chats = column[: args.groups].to_pylist()
         if not all(isinstance(chat, list) for chat in chats):
             why = f"the column {args.prompt_key} holds no lists of messages with role and content, as verl reads them"
@@ -262,6 +267,7 @@ def _positive(text: str) -> int:
 
 
 def _not_negative(text: str) -> float:
-    if not 0 <= (number := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
-    return number
+    with suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")

@@ -37,6 +37,9 @@ FILES = (
     f"{ROLLOUT}.multi_turn.tool_config_path",
     f"{ROLLOUT}.multi_turn.interaction_config_path",
 )
+AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"
+"""A file; verl looks for a relative one in folders of its own too."""
+TEACHERS = "distillation.teacher_models"
 HERE = ("/", ".", "~")
 """How a path of this machine begins, whether there is something or not, and no hub id."""
 
@@ -48,10 +51,7 @@ def machine_issues(config: DictConfig) -> Iterator[Issue]:
     if name in PACKAGES and not getattr(find_spec(PACKAGES[name]), "origin", None):  # a folder of that name has none
         fix = f"pip install 'verl[{name}]', or {key}=<an engine you have>"
         yield Issue(f"{key}={name}", f"{PACKAGES[name]} is not installed in {sys.prefix}", fix)
-    for key in FILES:
-        path = OmegaConf.select(config, key)
-        if isinstance(path, str) and path and "://" not in path and not Path(path).exists():
-            yield Issue(f"{key}={path}", "no such file", f"{key}=<file>")
+    yield from _paths(config)
     yield from _data(config)
 
 
@@ -85,6 +85,17 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
             fix = "run where nvidia-smi lists enough, with a torch for CUDA; or export VERL_PLATFORM=cpu for a trial"
     if wanted > there:
         yield Issue(setting, why, fix)
+
+
+def _paths(config: DictConfig) -> Iterator[Issue]:
+    """Files and folders that are named and not there."""
+    teachers = OmegaConf.select(config, TEACHERS) if OmegaConf.select(config, "distillation.enabled") is True else None
+    folders = [f"{TEACHERS}.{name}.model_path" for name in teachers or ()]
+    for key in (*FILES, AGENT_LOOPS, *folders):
+        path, kind = OmegaConf.select(config, key), "folder" if key in folders else "file"
+        certain = isinstance(path, str) and (path.startswith(HERE) or (key in FILES and path and "://" not in path))
+        if certain and not Path(path).exists():
+            yield Issue(f"{key}={path}", f"no such {kind}", f"{key}=<{kind}>")
 
 
 def _data(config: DictConfig) -> Iterator[Issue]:
