@@ -1,6 +1,6 @@
 """Sampling: filters keep what vLLM's keep, log-probs are those of a forward pass of each sequence alone."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,23 +24,23 @@ def run(model: PreTrainedModel, batch: list[Request], eos: int = EOS, **options:
 
 
 @torch.no_grad()
-def assert_log_probs(model: PreTrainedModel, batch: list[Request], temperature: float = 1.0) -> None:
-    """Those of each sequence alone, unpadded, without a cache."""
-    for request, completion in zip(batch, run(model, batch), strict=True):
-        prompt, response = request.prompt_ids, completion.token_ids
-        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / temperature
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
-        assert completion.log_probs == pytest.approx(expected, abs=1e-5)
+def assert_log_probs(model: PreTrainedModel, prompt: Sequence[int], found: Any, temperature: float = 1.0) -> None:
+    """Those of the sequence alone, unpadded, without a cache."""
+    logits = model(torch.tensor([[*prompt, *found.token_ids]])).logits[0, len(prompt) - 1 : -1] / temperature
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0].tolist()
+    assert found.log_probs == pytest.approx(expected, abs=1e-5)
 
 
 def test_log_probs_are_those_of_a_forward_pass_of_each_sequence_alone(model: PreTrainedModel) -> None:
-    assert_log_probs(model, requests(temperature=0.5, ignore_eos=True), temperature=0.5)
+    for prompt, found in zip(PROMPTS, run(model, requests(temperature=0.5, ignore_eos=True)), strict=True):
+        assert_log_probs(model, prompt, found, temperature=0.5)
 
 
 def test_recurrent_states_stay_with_their_requests(tokenizer: PreTrainedTokenizerBase) -> None:
     torch.manual_seed(0)
     model = tiny_model(tokenizer, "qwen3_5_text", **ARCHITECTURES["qwen3_5_text"]).eval()
-    assert_log_probs(model, requests(ignore_eos=True, max_tokens=4))
+    for prompt, found in zip(PROMPTS, run(model, requests(ignore_eos=True, max_tokens=4)), strict=True):
+        assert_log_probs(model, prompt, found)
 
 
 def test_a_response_ends_with_the_end_token_at_its_own_max_tokens_or_before_it_begins(model: PreTrainedModel) -> None:
@@ -51,9 +51,7 @@ def test_a_response_ends_with_the_end_token_at_its_own_max_tokens_or_before_it_b
         assert after.token_ids == before.token_ids[:length]
         assert not after.aborted
         assert after.log_probs == pytest.approx(before.log_probs[:length], abs=1e-5)
-    short = [
-        replace(one, params=replace(one.params, max_tokens=n)) for n, one in enumerate(requests(ignore_eos=True), 1)
-    ]
+    short = [requests(ignore_eos=True, max_tokens=n)[n - 1] for n in range(1, len(PROMPTS) + 1)]
     assert run(model, short, aborted=lambda: True) == [Completion()] * len(PROMPTS)
     assert [one.token_ids for one in run(model, short)] == [one.token_ids[:n] for n, one in enumerate(free, 1)]
 

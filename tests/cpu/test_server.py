@@ -15,6 +15,7 @@ from verl.utils import hf_processor
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
+from tests.cpu.test_generation import assert_log_probs
 from tests.fresh import run_fresh
 from tests.support import save_tiny_model
 from verl_pg_plugin.cpu.rollout import HFReplica, HFServer, ServerAdapter
@@ -116,12 +117,7 @@ def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTr
         asyncio.run(ask(server))
     for name, tensor in model.state_dict().items():
         asyncio.run(server.update_weights({name: tensor}))
-    output = asyncio.run(ask(server))
-    sequence = torch.tensor([PROMPT + output.token_ids])
-    with torch.no_grad():
-        log_probs_RV = model(sequence).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    expected = log_probs_RV.gather(1, sequence[:, len(PROMPT) :].T)[:, 0].tolist()
-    assert output.log_probs == pytest.approx(expected, abs=1e-5)
+    assert_log_probs(model, PROMPT, asyncio.run(ask(server)))
 
 
 def test_weights_come_in_buckets_and_others_than_the_models_are_refused(checkpoint, monkeypatch) -> None:
@@ -207,19 +203,16 @@ def test_what_would_be_ignored_or_mean_something_else_is_refused(checkpoint: Pat
         HFReplica(0, rollout_config(), None, gpus_per_node=1, is_reward_model=True)
 
 
-def encode(processor: Any, image: Image.Image | None) -> dict[str, torch.Tensor]:
-    shown = "<|vision_start|><|image_pad|><|vision_end|>" if image else ""
-    text = f"<|im_start|>user\n{shown}How many?<|im_end|>\n<|im_start|>assistant\n"
-    return dict(processor(text=[text], images=image and [image], return_tensors="pt"))
-
-
 def test_log_probs_are_those_of_the_whole_sequence_with_its_image(tmp_path: Path) -> None:
     """Prompts of different images, of equal ones and of none, in one batch."""
     vision_checkpoint = make_tiny_vision_checkpoint(tmp_path / "model", warm_up_steps=0)
     processor = hf_processor(str(vision_checkpoint))
     images = [*(draw_squares(count, random.Random(count)) for count in (2, 4, 2)), None]
-    prompts = [encode(processor, image) for image in images]
-
+    prompts = []
+    for image in images:
+        shown = "<|vision_start|><|image_pad|><|vision_end|>" if image else ""
+        text = f"<|im_start|>user\n{shown}How many?<|im_end|>\n<|im_start|>assistant\n"
+        prompts.append(dict(processor(text=[text], images=image and [image], return_tensors="pt")))
     tokens = [prompt["input_ids"][0].tolist() for prompt in prompts]
     asked = ({"prompt": ids, "image": image, "seed": 3} for ids, image in zip(tokens, images, strict=True))
     outputs = ask_together(make_server(vision_checkpoint, prompt_length=64, response_length=6), *asked)
