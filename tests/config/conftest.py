@@ -1,7 +1,6 @@
 """A trainer config that can run, on a checkpoint that exists, to break one setting at a time."""
 
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,17 +47,12 @@ def runnable_overrides(checkpoint: Path, data_file: Path) -> list[str]:
     return runnable(checkpoint, data_file)
 
 
-@pytest.fixture(scope="session")
-def _composed(runnable_overrides: list[str]) -> bytes:
-    return pickle.dumps(compose_config(*runnable_overrides))
-
-
 @pytest.fixture
-def make_config(_composed: bytes) -> Callable[..., DictConfig]:
+def make_config(runnable_overrides: list[str]) -> Callable[..., DictConfig]:
     """Build a runnable config in a mode and apply ``{key: value}`` on top, interpolations kept alive."""
 
     def make(mode: Mode = Mode.PACKED, settings: dict[str, Any] | None = None) -> DictConfig:
-        config = pickle.loads(_composed)  # noqa: S301
+        config = compose_config(*runnable_overrides)
         shares, unpadded = FLAGS[mode]
         flags = {USE_PREFIX_GROUPER: shares, USE_REMOVE_PADDING: unpadded, "critic.model.use_remove_padding": unpadded}
         for key, value in {**flags, **(settings or {})}.items():

@@ -192,8 +192,7 @@ def test_a_foreign_engine_of_either_strategy_is_noticed_and_one_derived_from_our
     """verl writes the strategy that its worker looks up into the config after it was made."""
     look_up = EngineRegistry.get_engine_cls
     for base, taken in ((PrefixGrouperFSDPEngineWithLMHead, True), (FSDPEngineWithLMHead, False)):
-        foreign = type("Foreign", (base,), {"__module__": "somebody.elses"})
-        found = {strategy: foreign}
+        found = {strategy: type("Foreign", (base,), {"__module__": "somebody.elses"})}
         monkeypatch.setattr(
             EngineRegistry, "get_engine_cls", lambda kind, asked, found=found: found.get(asked) or look_up(kind, asked)
         )

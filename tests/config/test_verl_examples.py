@@ -13,18 +13,15 @@ from verl_pg_plugin.config import Mode, compile, preflight, rules
 from verl_pg_plugin.config.keys import ACTOR
 
 SCRIPTS = VERL_EXAMPLES["scripts"]
-VISION = {"text_config": TINY}
-SIZES: dict[str, dict[str, Any]] = {"glm4v": VISION, "qwen2_5_vl": VISION, "qwen3_vl": VISION}
+SIZES: dict[str, dict[str, Any]] = {name: {"text_config": TINY} for name in ("glm4v", "qwen2_5_vl", "qwen3_vl")}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("examples")
-    types = sorted({script["model"] for script in SCRIPTS.values()})
-    sizes = {name: SIZES.get(name, TINY) for name in types}
-    return {
-        name: save_checkpoint(folder / name, transformers.CONFIG_MAPPING[name](**size)) for name, size in sizes.items()
-    }
+    types = {script["model"] for script in SCRIPTS.values()}
+    configs = {name: transformers.CONFIG_MAPPING[name](**SIZES.get(name, TINY)) for name in types}
+    return {name: save_checkpoint(folder / name, config) for name, config in configs.items()}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -44,8 +41,8 @@ def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
         hf_config = transformers.AutoConfig.from_pretrained(path)
         compiles, _ = compile.layer_compilation(rules.engine_of(config, ACTOR, hf_config))
         assert compiles == ("note" not in script)
-        return
-    assert any(script["refused"] in issue.why and script["way"] in issue.fix for issue in errors), errors
+    else:
+        assert any(script["refused"] in issue.why and script["way"] in issue.fix for issue in errors), errors
 
 
 def test_the_page_names_each_example_that_is_refused_or_runs_uncompiled() -> None:
