@@ -45,9 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**HEADS, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {**HEADS, **EXPERTS, "num_experts": 4},
 }
-EXACT_TYPES = {
-    name for record in read_record().values() for name, found in record.items() if found["status"] == "exact"
-}
+EXACT_TYPES = {name for record in read_record().values() for name in record if record[name]["status"] == "exact"}
 DENSE = sorted((EXACT_TYPES & set(MODEL_TYPES)) - UNCOMPILED.keys() - WRONG_COMPILED.keys() - MODELS.keys())
 OF_TYPE = {
     "gemma4_text": {"global_head_dim": 64, "initializer_range": 0.02},

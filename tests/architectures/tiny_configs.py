@@ -94,9 +94,8 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     }
     kinds = list(dict.fromkeys(fields.get("layer_types") or ()))
     layers = {"layer_types": [kinds[0], kinds[-1]]} if kinds else {}
-    return transformers.AutoConfig.for_model(
-        model_type, **{**sizes, **still, **layers, **OF_TYPE.get(model_type, {}), **overrides}
-    )
+    given = sizes | still | layers | OF_TYPE.get(model_type, {}) | overrides
+    return transformers.AutoConfig.for_model(model_type, **given)
 
 
 def save_causal(folder: Path, model_type: str, **sizes: Any) -> str:

@@ -25,9 +25,7 @@ class Place(Enum):
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FSDP = f"{ACTOR}.fsdp_config"
-ENGINE_FIELDS = {*PrefixGrouperEngineConfig.__dataclass_fields__, *PrefixGrouperOptions.__dataclass_fields__} - {
-    "strategy"
-}
+ENGINE_FIELDS = {*PrefixGrouperEngineConfig.__dataclass_fields__, *PrefixGrouperOptions.__dataclass_fields__}
 
 
 def split(override: str) -> list[str]:
@@ -55,7 +53,7 @@ class Option:
         engine, model = {}, {}
         for parsed in OverridesParser.create().parse_overrides(split(self.override)):
             section, _, name = parsed.key_or_group.rpartition(".")
-            if section in (ACTOR, FSDP, "prefix_grouper") and name in ENGINE_FIELDS:
+            if section in (ACTOR, FSDP, "prefix_grouper") and name in ENGINE_FIELDS - {"strategy"}:
                 engine[name] = parsed.value()
             elif section == MODEL:
                 model[name] = parsed.value()

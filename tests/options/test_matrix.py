@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
-from tests.config.config_support import TINY, compose_config, runnable, save_checkpoint
+from tests.config.config_support import compose_config, runnable, save_checkpoint
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, Place, alone, covering, pairs, split
 from tests.options.table import DEFAULT, OPTIONS, case_of
@@ -70,8 +69,7 @@ def test_every_option_has_a_row() -> None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    hf_config = transformers.Qwen3Config(**{**TINY, "num_attention_heads": 4})
-    return save_checkpoint(tmp_path_factory.mktemp("qwen3"), hf_config)
+    return save_checkpoint(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.mark.parametrize(("override", "status"), [row[1:] for row in ROWS if "=" in row[1]])

@@ -32,9 +32,8 @@ def round_weight(weight: torch.Tensor, global_amax: torch.Tensor, block_size: in
     """What verl's Triton kernel does: blocks with a scale in FP8, and numbers in FP4, ties to even."""
     blocks = weight.float().reshape(-1, block_size)
     scale = global_amax.float() / (6 * 448)
-    of_block = (blocks.abs().amax(-1, keepdim=True) / (6 * scale)).clamp(max=448).to(
-        torch.float8_e4m3fn
-    ).float() * scale
+    of_block = (blocks.abs().amax(-1, keepdim=True) / (6 * scale)).clamp(max=448).to(torch.float8_e4m3fn)
+    of_block = of_block.float() * scale
     of_block = torch.where(of_block >= 1e-5, of_block, 1.0)
     x = blocks.abs() / of_block
     step = 0 + (x > 0.25) + (x >= 0.75) + (x > 1.25) + (x >= 1.75) + (x > 2.5) + (x >= 3.5) + (x > 5)

@@ -64,7 +64,6 @@ PARAMETERS = [
 ]
 FOUND: dict[str, dict[str, str]] = {}
 
-
 ROWS = [list(range(rank, len(SAMPLES), 2)) for rank in range(2)]
 COMPILED_FSDP1 = {"strategy": "fsdp", "engine": {"compile_layers": True}}
 
