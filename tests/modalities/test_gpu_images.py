@@ -3,6 +3,8 @@
 verl replaces forwards in the classes of such models for the whole process, so the stock engine runs last.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -31,17 +33,13 @@ def pictured_groups() -> list[Shot]:
     ]
 
 
-def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = save_vision_model(
-        tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", encoder=TOWER, rope_parameters=ROPE, **SIZES
-    )
+def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path: Path) -> None:
+    path = save_vision_model(tmp_path, "qwen3_vl", encoder=TOWER, rope_parameters=ROPE, **SIZES)
     samples, loss = pictured_groups(), actor_loss(**SMOOTH_LOSS)
     batch = image_batch(path, samples, max_token_len_per_gpu=1200)
     reference = run_reference(path, batch, loss)
-    found = []
-    for compiled in (False, True):
-        packed = make_engine(path, engine={**BF16, "compile_layers": compiled}, model=FLASH)
-        found.append(error_of(packed, batch, reference, loss))
+    packed = (make_engine(path, engine={**BF16, "compile_layers": on}, model=FLASH) for on in (False, True))
+    found = [error_of(engine, batch, reference, loss) for engine in packed]
     baseline = error_of(make_engine(path, packed=False, engine=BF16, model=FLASH), batch, reference, loss)
     for uncompiled_then_compiled in found:
         assert_no_worse(uncompiled_then_compiled, baseline)

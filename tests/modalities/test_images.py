@@ -128,8 +128,7 @@ def test_every_option_is_exact(path: str, option: str) -> None:
 
 @WITH_OPTIONS
 def test_an_adapter_on_encoder_and_layers_is_exact(path: str, tmp_path: Path) -> None:
-    stock = transformers.AutoModelForImageTextToText.from_pretrained(path)
-    adapter = save_adapter(stock, tmp_path, rank=2)
+    adapter = save_adapter(transformers.AutoModelForImageTextToText.from_pretrained(path), tmp_path, rank=2)
     model = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear", "lora_adapter_path": adapter}
     got = check_exact(make_engine(path, model=model), path, image_batch(path, MIXED), adapter=adapter)
     assert any(".visual." in name and gradient.any() for name, gradient in got.gradients.items())

@@ -193,8 +193,7 @@ def test_logits_to_keep_selects_padded_positions(checkpoint: str, keep: Any) -> 
 
 def test_generate_is_the_same_with_a_cache_without_one_and_in_transformers(checkpoint: str) -> None:
     model = load(checkpoint)
-    prompts = [Sample(s.prompt, []) for s in (SAMPLES[0], SAMPLES[3], SAMPLES[5])]
-    input_ids, mask = pad(prompts, "left")
+    input_ids, mask = pad([Sample(SAMPLES[first].prompt, []) for first in (0, 3, 5)], "left")
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     cached = model.generate(input_ids, use_cache=True, **options)
     assert torch.equal(cached, model.generate(input_ids, use_cache=False, **options))
@@ -220,20 +219,16 @@ def test_rows_of_padding_are_zero_and_others_are_as_alone_down_to_one_token(chec
 def test_position_ids_of_the_caller_are_used(checkpoint: str) -> None:
     model = load(checkpoint)
     input_ids = random_ids(2, 7)
-    mask = torch.ones_like(input_ids)
-    position_ids = torch.tensor([0, 1, 2, 10, 11, 30, 31])
-    expected = [
-        model(row.unsqueeze(0), attention_mask=torch.ones(1, 1, 7, 7).tril().bool(), position_ids=position_ids[None])
-        for row in input_ids
-    ]
-    got = model(input_ids, attention_mask=mask, position_ids=position_ids.unsqueeze(0)).logits
-    torch.testing.assert_close(got, torch.cat([e.logits for e in expected]), rtol=1e-5, atol=1e-5)
+    position_ids = torch.tensor([[0, 1, 2, 10, 11, 30, 31]])
+    causal = torch.ones(1, 1, 7, 7).tril().bool()
+    alone = [model(row[None], attention_mask=causal, position_ids=position_ids).logits for row in input_ids]
+    got = model(input_ids, attention_mask=torch.ones_like(input_ids), position_ids=position_ids).logits
+    torch.testing.assert_close(got, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
 def test_labels_give_the_loss_of_transformers(qwen3: str) -> None:
     input_ids, mask = pad(SAMPLES, "right")
-    labels = input_ids.masked_fill(mask == 0, -100)
-    inputs = {"attention_mask": mask, "labels": labels}
+    inputs = {"attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}
     expected = load(qwen3, stock=True)(input_ids, use_cache=False, **inputs).loss
     torch.testing.assert_close(load(qwen3)(input_ids, **inputs).loss, expected, rtol=1e-5, atol=1e-5)
 
@@ -338,10 +333,10 @@ def test_attention_dropout_is_rejected_while_training(checkpoint: str) -> None:
     model = load(checkpoint).train()
     for layer in (m for m in model.modules() if hasattr(m, "attention_dropout")):
         layer.attention_dropout = 0.1
-    with pytest.raises(RuntimeError, match=r"attention dropout 0\.1"):
-        model(IDS, attention_mask=ONES)
-    with pytest.raises(RuntimeError, match=r"attention dropout 0\.1"):
-        model(**GROUPED, position_ids=torch.arange(5).expand(2, 5))
+    grouped_ids = GROUPED | {"position_ids": torch.arange(5).expand(2, 5)}
+    for inputs in ({"input_ids": IDS, "attention_mask": ONES}, grouped_ids):
+        with pytest.raises(RuntimeError, match=r"attention dropout 0\.1"):
+            model(**inputs)
 
 
 def test_an_attention_implementation_without_a_kernel_is_named(qwen3: str) -> None:
