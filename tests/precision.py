@@ -35,9 +35,8 @@ GPU_SIZES = {
 POOLED = 4096
 """Parameters with fewer elements are compared together: the error of a few numbers is a matter of luck."""
 FACTOR = 1.1
-UNCLIPPED = 1e4
 SMOOTH_LOSS = {
-    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), UNCLIPPED),
+    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), 1e4),
     "kl_loss_type": "mse",
 }
 """Settings for ``actor_loss`` without thresholds: else one token that rounding moves across one decides the error of

@@ -140,9 +140,8 @@ def make_engine(
     join_group_of_one()
     model_type = "value_model" if critic else "language_model"
     register()  # verl may have been imported by a module of ours, in the middle of which its plugins registered nothing
-    engine, options = dict(engine or {}), {}
-    for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys():
-        options[name] = engine.pop(name)
+    engine = dict(engine or {})
+    options = {name: engine.pop(name) for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys()}
     on_veomni = strategy == "veomni"
     config_cls, optimizer_cls, of_strategy = PrefixGrouperEngineConfig, FSDPOptimizerConfig, PRECISIONS["fp32"]
     if on_veomni:

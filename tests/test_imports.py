@@ -55,8 +55,7 @@ GRAPH = graph_of(PACKAGE)
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    found: set[str] = set()
-    waiting = [start]
+    found, waiting = set[str](), [start]
     while waiting:
         new = graph.get(waiting.pop(), set()) - found
         found |= new

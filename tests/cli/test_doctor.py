@@ -58,9 +58,8 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that leave nothing to object to."""
     path = config_support.save_checkpoint(tmp_path_factory.mktemp("qwen3"))
-    config_support.save_data(path / "rows.parquet")
     return [
-        *config_support.runnable(path, path / "rows.parquet"),
+        *config_support.runnable(path, config_support.save_data(path / "rows.parquet")),
         "trainer.n_gpus_per_node=4",
         "++ray_kwargs.ray_init.num_gpus=4",
         f"{ACTOR}.use_prefix_grouper=True",
@@ -117,8 +116,7 @@ def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, 
 def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same_checks(capsys) -> None:
     warned, failed = Check(WARN, "a", "slow", "faster"), Check(FAIL, "b", "x" * 300, "y" * 300)
     assert doctor.show([("Title", [warned]), ("Empty", [])]) == 0
-    title, warning, fix, ready = capsys.readouterr().out.splitlines()
-    assert (title, warning, fix, ready) == ("Title", "  WARN  a  slow", "        fix: faster", "prefix sharing: ready")
+    assert capsys.readouterr().out == "Title\n  WARN  a  slow\n        fix: faster\nprefix sharing: ready\n"
     assert doctor.show([("Title", [failed])]) == 1
     assert capsys.readouterr().out.splitlines()[1:3] == [f"  FAIL  b  {failed.text}", f"        fix: {failed.fix}"]
     assert doctor.show([("Title", [warned, failed])], as_json=True) == 1

@@ -144,8 +144,7 @@ def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the
 
 
 def test_prompts_that_cost_more_than_they_level_are_not_computed_twice() -> None:
-    group = np.repeat(np.arange(4), 4)
-    responses = np.repeat([100, 120, 140, 160], 4)
+    group, responses = (np.repeat(of_groups, 4) for of_groups in (range(4), [100, 120, 140, 160]))
     problem = Problem(group, np.full(16, 8000), responses, num_ranks=4, num_mini_batches=1)
     assert problem.solve().num_cut_groups == 0
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.shapes import config_of
 
 from tests.planning.configs import CONFIGS
 from verl_pg_plugin.architectures import text_skeleton
@@ -98,8 +97,7 @@ def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: f
 
 def test_predictions_are_fitted_to_two_thirds_of_the_cases_of_an_h200_and_judged_on_the_rest(monkeypatch) -> None:
     """The figures that ``estimate`` names for its accuracy."""
-    configs = {name: config_of(f"qwen3-{name}") for name in ("0.6b", "4b", "8b")}
-    flops = {name: ModelFlops.of_config(config) for name, config in configs.items()}
+    flops = {name: ModelFlops.of_config(CONFIGS[name]) for name in ("0.6b", "4b", "8b")}
 
     @cache
     def with_speeds(compiled: float, kernel: float, model: str, case: str, activations: str) -> Forecast:
@@ -107,7 +105,7 @@ def test_predictions_are_fitted_to_two_thirds_of_the_cases_of_an_h200_and_judged
         monkeypatch.setitem(forecasts.KERNEL_SPEEDS, "any", kernel)
         prompt, response, n, groups = map(int, case.split(","))
         batch = batch_of_lengths([prompt] * groups, [[response] * n] * groups)
-        levels = Levels(Level(activations) if activations else None, TokenBytes.of(configs[model]))
+        levels = Levels(Level(activations) if activations else None, TokenBytes.of(CONFIGS[model]))
         return forecast(batch, flops[model], levels, 40960 if prompt > 8192 else 20480, kernel="any")
 
     known, rows, cases = dict(forecasts.KERNEL_SPEEDS), [], []

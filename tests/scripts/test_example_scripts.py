@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -22,11 +23,8 @@ def test_rows_are_in_verls_rl_format_and_answers_are_right(data, tokenizer) -> N
         a, b = row["prompt"][-1]["content"].rstrip("=").split("+")
         assert row["reward_model"] == {"style": "rule", "ground_truth": str(int(a) + int(b))}
         assert row["data_source"] == "arithmetic"
-    prompts = {
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in train
-    }
-    lengths = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
-    assert all(100 < length <= 256 for length in lengths)
+    tokens = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
+    assert all(100 < len(tokens(row["prompt"])) <= 256 for row in train)
     trained, tested = ({row["extra_info"]["question"] for row in rows} for rows in (train, test))
     assert not trained & tested
 

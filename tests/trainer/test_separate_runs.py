@@ -37,11 +37,10 @@ FULLY_ASYNC = (
     "rollout.total_rollout_steps=16",
     "async_training.trigger_parameter_sync_step=2",
 )
-ONE_STEP_MAIN = "verl.experimental.one_step_off_policy.main_ppo"
 FULLY_MAIN = "verl.experimental.fully_async_policy.fully_async_main"
 RUNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "separate_async": (SEPARATE_ASYNC, {}),
-    "one_step_off": (RECIPE, {"ENTRY_POINT": ONE_STEP_MAIN}),
+    "one_step_off": (RECIPE, {"ENTRY_POINT": "verl.experimental.one_step_off_policy.main_ppo"}),
     "fully_async": (FULLY_ASYNC, {"ENTRY_POINT": FULLY_MAIN, "TRAIN_BATCH_SIZE": "0", "TOTAL_STEPS": "null"}),
 }
 
