@@ -234,8 +234,5 @@ def use_unpinned_offload() -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
     from verl.workers.engine.fsdp import transformer_impl
 
-    def unpinned(pin_memory: bool = False) -> CPUOffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=False)
-
     _found(transformer_impl, "CPUOffloadPolicy")
-    transformer_impl.CPUOffloadPolicy = unpinned
+    transformer_impl.CPUOffloadPolicy = lambda pin_memory=False: CPUOffloadPolicy(pin_memory=False)

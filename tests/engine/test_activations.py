@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,29 +51,26 @@ class LateCopier:
     def __init__(self) -> None:
         self.copies: Counter[str] = Counter()
 
-    def out(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def out(self, x: torch.Tensor) -> tuple[torch.Tensor, SimpleNamespace]:
         self.copies["out"] += 1
         host = _nothing(x)
         return host, _once(lambda: host.copy_(x))
 
-    def back(self, host: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def back(self, host: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, SimpleNamespace]:
         assert not host.isnan().any(), "comes back before it has left"
         assert host.stride() == like.stride()
         self.copies["back"] += 1
         x = _nothing(host)
         return x, _once(lambda: x.copy_(host))
 
-    def wait(self, event: Callable[[], None]) -> None:
-        event()
-
 
 def _nothing(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like).fill_(torch.nan)
 
 
-def _once(copy: Callable[[], Any]) -> Callable[[], None]:
+def _once(copy: Callable[[], Any]) -> SimpleNamespace:
     waiting = [copy]
-    return lambda: waiting.pop()() if waiting else None
+    return SimpleNamespace(wait=lambda: waiting.pop()() if waiting else None)
 
 
 @pytest.fixture

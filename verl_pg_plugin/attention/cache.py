@@ -99,12 +99,10 @@ class PrefixCache:
         popped: list[CachedTokens] = []
         while self.num_tokens > keep:
             block = self.blocks.pop()
-            if block.start >= keep:
-                popped.append(block)  # itself: what is cleared in it is cleared for whoever else still holds it
-                continue
-            kept, taken = block.split(keep)
-            popped.append(taken)
-            self.blocks.append(kept)
+            if block.start < keep:
+                kept, block = block.split(keep)
+                self.blocks.append(kept)
+            popped.append(block)  # a whole one itself: what is cleared in it is cleared for whoever else still holds it
         return popped[::-1]
 
     def consume(self, layout: Layout) -> list[CachedTokens]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,8 +27,6 @@ from verl_pg_plugin.layout import PackedLayout
 if TYPE_CHECKING:
     from prefix_grouper import PrefixGrouper
 
-T = TypeVar("T")
-
 
 class AttentionContext(ABC):
     """Made for one forward, which a layer may run more than once (gradient checkpointing).
@@ -42,6 +41,7 @@ class AttentionContext(ABC):
         group: ranks that hold an equal slice of the tokens each, in their order; None where this rank has them all.
         calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
+        index: ``index(make, *args)`` is ``make(layout, *args)``, made once per forward and not once per layer.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AttentionContext(ABC):
         self.layout, self.kernel, self.cache, self.group = layout, kernel, cache, group
         self.perturb: Callable[[Tensor], Tensor] | None = None
         self.calls: Counter[str] = Counter()
-        self._indices: dict[tuple[Hashable, ...], Any] = {}
+        self.index = functools.cache(lambda make, *args: make(layout, *args))
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -86,13 +86,6 @@ class AttentionContext(ABC):
         """Count a layer and return what it computed."""
         self.calls[mixer] += 1
         return out if self.perturb is None else self.perturb(out)
-
-    def index(self, make: Callable[..., T], *args: Hashable) -> T:
-        """``make(layout, *args)``, once per forward and not once per layer."""
-        key = (make, *args)
-        if key not in self._indices:
-            self._indices[key] = make(self.layout, *args)
-        return self._indices[key]
 
 
 class PackedAttention(AttentionContext):

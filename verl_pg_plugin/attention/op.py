@@ -192,5 +192,4 @@ class Tape(AbstractContextManager):
             raise RuntimeError(
                 "a layer calls attention more often when it is recomputed; set ++prefix_grouper.activations=all"
             )
-        out, lse = map(self.get, kept)
-        return out, lse
+        return self.get(kept[0]), self.get(kept[1])

@@ -70,8 +70,7 @@ def flash_attn_2() -> Passes:
     run_backward = torch.ops.flash_attn._flash_attn_varlen_backward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = run_forward(q, k, v, dropout_p=0.0, **p.keywords())
-        return out, lse
+        return run_forward(q, k, v, dropout_p=0.0, **p.keywords())[:2]
 
     def backward(dout: Tensor, *arguments: Any) -> None:
         *tensors, p = arguments
@@ -91,8 +90,7 @@ def flash_attn_3() -> Passes:
         raise ImportError("an early build, without window_size_left")
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _flash_attn_forward(q, k, v, **p.keywords())
-        return out, lse
+        return _flash_attn_forward(q, k, v, **p.keywords())[:2]
 
     def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
@@ -123,8 +121,7 @@ def flash_attn_4() -> Passes:
         )
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **p.keywords(None))
-        return out, lse
+        return _flash_attn_fwd(q, k, v, return_lse=True, **p.keywords(None))[:2]
 
     def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
@@ -156,8 +153,7 @@ def torch_varlen() -> Passes:
                 "or install flash-attn and set ++prefix_grouper.attention_kernel=flash_attn_2"
             )
         given, window = arguments(p)
-        out, lse, *_ = run_forward(q, k, v, *given, return_debug_mask=False, **window)
-        return out, lse
+        return run_forward(q, k, v, *given, return_debug_mask=False, **window)[:2]
 
     def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors

@@ -65,9 +65,6 @@ class CPUPlatform(PlatformBase):
     device_name = vendor_name = "cpu"
     device_module: ModuleType = sys.modules[__name__]
 
-    def is_available(self) -> bool:
-        return True
-
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         """True only on request: auto-detection must keep finding GPUs on machines that have them."""
         return selected()
@@ -84,7 +81,7 @@ class CPUPlatform(PlatformBase):
     def _no_effect(self, *args: Any) -> None:
         """One device, no cache, no streams, no allocator settings, no profiler."""
 
-    current_device, device_count = staticmethod(current_device), staticmethod(device_count)
+    is_available, current_device, device_count = map(staticmethod, (is_available, current_device, device_count))
     manual_seed = manual_seed_all = staticmethod(manual_seed)
     nvtx_range = nullcontext  # of the range's name
     empty_cache = set_device = synchronize = set_allocator_settings = profiler_start = profiler_stop = cudart = (

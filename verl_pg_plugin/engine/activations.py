@@ -77,7 +77,7 @@ class _Copy:
 
     def leave_device(self) -> None:
         """Free the memory, behind the copy."""
-        self.copier.wait(self.event)
+        self.event.wait()
         self.x = None
 
     def __del__(self) -> None:
@@ -108,7 +108,7 @@ class _LayerCall(Tape):
         before = self._before()
         for copy in before._copies if before else ():
             copy.fetch()
-        kept.copier.wait(kept.event)
+        kept.event.wait()  # what is launched from here on finds the copy done
         x, kept.x = kept.x, None
         return x
 
@@ -137,10 +137,6 @@ class PinnedCopier:
         """Start a copy to a new tensor with the sizes and strides of ``like``."""
         x = torch.empty_like(like, device=self._stream.device)
         return x, self._copy(zip(_parts(x, host), host, strict=True))
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        """What is launched from here on finds the copy done."""
-        torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
         # Behind what writes the source, and what still runs in memory that the target has taken over.

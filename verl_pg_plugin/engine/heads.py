@@ -201,11 +201,11 @@ class _ChunkedOutputs(torch.autograd.Function):
         chunk_size: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V)
-        ctx.request, ctx.chunk_size = request, chunk_size
+        ctx.request = request
         device = hidden_NE.device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        parts = [slice(start, start + chunk_size) for start in range(0, len(hidden_NE), chunk_size)]
-        return torch.cat([request.outputs(F.linear(hidden_NE[part], weight_VE, bias_V), part) for part in parts])
+        ctx.parts = [slice(start, start + chunk_size) for start in range(0, len(hidden_NE), chunk_size)]
+        return torch.cat([request.outputs(F.linear(hidden_NE[part], weight_VE, bias_V), part) for part in ctx.parts])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -217,8 +217,7 @@ class _ChunkedOutputs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NE) if needs_hidden else None
         grad_weight = torch.zeros_like(weight_VE, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
-        for start in range(0, len(hidden_NE), ctx.chunk_size):
-            part = slice(start, start + ctx.chunk_size)
+        for part in ctx.parts:
             with torch.enable_grad(), torch.autocast(*ctx.autocast):
                 logits = F.linear(hidden_NE[part], weight_VE.detach(), None if bias_V is None else bias_V.detach())
                 logits = logits.detach().requires_grad_()

@@ -67,11 +67,9 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
     if costs.verifies:
-        figures["verified_rows"] = costs.num_verified
-        figures["verify_max_error"] = costs.verify_max_error
+        figures |= {"verified_rows": costs.num_verified, "verify_max_error": costs.verify_max_error}
     if flops.vision is not None:
-        figures["patches"] = int(computed.sum())
-        figures["logical_patches"] = int(shown.sum())
+        figures |= {"patches": int(computed.sum()), "logical_patches": int(shown.sum())}
     return figures
 
 

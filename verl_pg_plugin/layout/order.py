@@ -8,6 +8,7 @@ In sorted order, what a sequence shares with any earlier one it shares with its 
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,21 +58,16 @@ def build_prefix_order(
     order = sorted(range(len(spans)), key=lambda s: (class_of[s], keys[4 * spans[s][0] : 4 * spans[s][1]]))
 
     num_shared = np.zeros(len(order), dtype=np.int64)
-    for k in range(1, len(order)):
-        before, this = order[k - 1], order[k]
+    for k, (before, this) in enumerate(pairwise(order), start=1):
         if class_of[before] == class_of[this]:
-            common = _common_prefix(tokens[slice(*spans[before])], tokens[slice(*spans[this])])
-            num_shared[k] = max(common - 1, 0)
+            a, b = tokens[slice(*spans[before])], tokens[slice(*spans[this])]
+            n = min(len(a), len(b))
+            differs = a[:n] != b[:n]
+            num_shared[k] = max((differs.argmax() if differs.any() else n) - 1, 0)
     sequences = np.asarray(order, dtype=np.int64)
     if inside is not None:
         num_shared -= inside[offsets[sequences] + num_shared]
     return PrefixOrder(sequences=sequences, num_tokens=lengths[sequences].astype(np.int64) - 1, num_shared=num_shared)
-
-
-def _common_prefix(a: IntArray, b: IntArray) -> int:
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n
 
 
 def counted(offsets: IntArray) -> IntArray:

@@ -170,7 +170,7 @@ def build_packed_layout(
         own_class = np.zeros_like(lengths) if classes is None else classes - classes.min() + 1
         classes = np.where(np.arange(len(lengths)) < chunk.num_sequences, 0, 1 + own_class)
     order = build_prefix_order(tokens, offsets, classes, inside)
-    first_token = _exclusive_cumsum(order.num_new)
+    first_token = np.cumsum(order.num_new) - order.num_new
     num_tokens = int(order.num_new.sum())
     paths = _paths(order, first_token)
     publish = paths[chunk.num_sequences - 1][chunk.num_kept : chunk.num_read_next].astype(np.int64)
@@ -195,7 +195,7 @@ def build_packed_layout(
     response_tokens = np.concatenate([path[p - 1 :] for path, p in zip(paths, prompts.tolist(), strict=True)])
     num_responses = order.num_tokens - prompts + 1
     response_start = offsets[order.sequences] + prompts - 1
-    response_index = np.repeat(response_start - _exclusive_cumsum(num_responses), num_responses)
+    response_index = np.repeat(response_start + num_responses - np.cumsum(num_responses), num_responses)
     response_index += np.arange(len(response_tokens))
     needs_head = np.zeros(num_tokens, dtype=bool)
     needs_head[response_tokens] = True
@@ -266,10 +266,6 @@ def build_prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, fi
         cached_heads=_empty(),
         num_logical_tokens=int(offsets[1] - offsets[0]),
     )
-
-
-def _exclusive_cumsum(counts: IntArray) -> IntArray:
-    return np.cumsum(counts) - counts
 
 
 def _paths(order: PrefixOrder, first_token: IntArray) -> list[IntArray]:

@@ -72,23 +72,19 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
     for first, *others in groups.values():
         prefix = np.arange(starts[first], starts[first] + prompts[first] - 1)
         lines.append([prefix, *(np.arange(starts[s] + prompts[s] - 1, stops[s] - 1) for s in (first, *others))])
-    width = max(sum(map(len, line)) for line in lines)
-    input_ids, position_ids, labels = (np.zeros((len(lines), width), dtype=np.int64) for _ in range(3))
-    position, head_index = counted(offsets), []
+    group_info = [list(map(len, line)) for line in lines]
+    places = np.full((len(lines), max(map(sum, group_info))), -1)  # -1 at padding
     for g, line in enumerate(lines):
-        places = np.concatenate(line)
-        input_ids[g, : len(places)] = tokens[places]
-        position_ids[g, : len(places)] = position[places]
-        labels[g, : len(places)] = tokens[places + 1]
-        head_index.append(g * width + np.arange(len(line[0]), len(places)))
+        places[g, : sum(group_info[g])] = np.concatenate(line)
+    predicts = (places >= 0) & (np.arange(places.shape[1]) >= np.array([[prefix] for prefix, *_ in group_info]))
 
     responses = [response for _, *of_group in lines for response in of_group]
     return PaddedLayout(
-        group_info=[list(map(len, line)) for line in lines],
-        input_ids=input_ids,
-        position_ids=position_ids,
-        labels=labels,
-        head_index=np.concatenate(head_index),
+        group_info=group_info,
+        input_ids=np.where(places < 0, 0, tokens[places]),
+        position_ids=np.where(places < 0, 0, counted(offsets)[places]),
+        labels=np.where(places < 0, 0, tokens[places + 1]),
+        head_index=np.flatnonzero(predicts),
         response_index=np.concatenate(responses),
         response_head=np.arange(sum(map(len, responses))),
         head_sequence=np.repeat([s for group in groups.values() for s in group], [*map(len, responses)]),

@@ -171,19 +171,16 @@ class Levels:
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
             depth[segment] = depth[parent] + 1 if parent >= 0 else 0
-
-        def sent(index: np.ndarray) -> torch.Tensor:
-            return to_device(index, device)
-
         levels, above, nothing = [], None, np.zeros(0, dtype=np.int64)
         for d in range(int(depth.max()) + 1):
             members = np.flatnonzero(depth == d)
             num_children = None
             if above is not None:
-                num_children = sent(np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)))
+                counted = np.bincount(np.searchsorted(above, parents[members]), minlength=len(above))
+                num_children = to_device(counted, device)
             ending = np.flatnonzero(np.isin(bounds[members + 1], ends))
             published = StateExchange.of(nothing, position[members[ending]], ending[:, None], device)
-            cu_seqlens = sent(np.cumsum([0, *lengths[members]]))
+            cu_seqlens = to_device(np.cumsum([0, *lengths[members]]), device)
             levels.append(Level(tuple(lengths[members].tolist()), cu_seqlens, num_children, published))
             above = members
         roots = layout.segment_start[layout.segment_parent < 0]

@@ -165,9 +165,8 @@ def _fill_row(samples: list[_Tokens], pack_num: int, seq_length: int, pad_token_
         slots[start:stop] = slot
         ends[slot], valid[slot] = stop, mask[start:eos].sum()
         start = stop
-    dummies = np.arange(len(samples), pack_num)
-    slots[first_dummy:] = dummies
-    ends[len(samples) :] = dummies + 1 + (seq_length - pack_num)
+    slots[first_dummy:] = np.arange(len(samples), pack_num)
+    ends[len(samples) :] = np.arange(first_dummy, seq_length) + 1
     return {
         "prompt_completion_ids": ids,
         "responses_mask": mask,

@@ -90,9 +90,7 @@ class ModelFlops:
         ValueError where it has experts, and its config does not say how many a token visits.
         """
         config = module.config.get_text_config()
-        head = module.get_output_embeddings()
-        if head is None:
-            head = getattr(module, "score", None)  # of token classifiers, which value models are
+        head = module.get_output_embeddings() or getattr(module, "score", None)  # of value models, token classifiers
         head_weights = [] if head is None else list(head.parameters())
         lookups = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
         skip = {id(weight) for weight in (*head_weights, *lookups)}

@@ -6,9 +6,10 @@ With the same sums for stock verl they meet 25 peaks measured on H200s within 3%
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.tree import GATHERED_IN_BACKWARD
 from verl_pg_plugin.mixers import MIXERS, count_layers
@@ -16,9 +17,6 @@ from verl_pg_plugin.mixers.attention import ATTENTION, attention_needs
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
 from verl_pg_plugin.planning.cost import EXPERTS_PER_TOKEN
 from verl_pg_plugin.planning.micro_batches import CacheWeights
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
     orders = [np.argsort([-group.sum(axis=1).mean() for group in groups], kind="stable").tolist() for groups in ranks]
     if all(len(group) == 1 for groups in ranks for group in groups):
         return orders  # nothing is shorter than the order by cost
-    costs = np.stack([_laid_out(groups, order) for groups, order in zip(ranks, orders, strict=True)])
+    # (ranks, N, C) costs of all chunks as they run.
+    costs = np.stack([np.concatenate([groups[i] for i in order]) for groups, order in zip(ranks, orders, strict=True)])
     tries, improved = 0, len(ranks) > 1
     while improved:
         improved = False
@@ -39,7 +40,7 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
             for a, b in combinations(range(len(groups)), 2):
                 order = list(orders[rank])
                 order[a], order[b] = order[b], order[a]
-                tried = _laid_out(groups, order)
+                tried = np.concatenate([groups[i] for i in order])
                 time = np.maximum(others, tried).sum()
                 if time < shortest:
                     orders[rank], costs[rank], shortest = order, tried, time * (1 - LEAST_GAIN)
@@ -48,8 +49,3 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
                 if tries >= 3000:  # so that this takes no longer with more ranks and groups
                     return orders
     return orders
-
-
-def _laid_out(groups: Sequence[FloatArray], order: Sequence[int]) -> FloatArray:
-    """(N, C) costs of all chunks as they run."""
-    return np.concatenate([groups[i] for i in order])
