@@ -97,6 +97,7 @@ def test_rollouts_of_verl_are_read_by_their_prompts(estimate: Estimate, tmp_path
         ("--prompt 4", "", "--response is missing"),
         ("--prompt 64 --response 8 --budget 16", "", "--budget 16 does not hold the longest sequence of 72 tokens"),
         ("--data no_such.parquet --response 8", "", "--data no_such.parquet: no such file"),
+        ("--data {folder}/3.jsonl --response 8", "{}", "3.jsonl: not a parquet file: "),
         ("--rollouts no_such_folder", "", "has no .jsonl file; train with trainer.rollout_data_dir=<folder>"),
         ("--rollouts {folder}", "", "3.jsonl is empty"),
         ("--rollouts {folder}", "[]\n", "3.jsonl, line 1, has no"),

@@ -48,6 +48,10 @@ WORKING: dict[str, str] = {
     "a_role_with_a_padding_flag_of_its_own": f"{ACTOR}.use_remove_padding=False",
     "mtp_of_the_reference_policy_alone": f"{REF}.use_kl_loss=True",
     "compiled": f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2",
+    "an_agent_loop_file_of_verls_and_a_teacher_that_is_dropped": "distillation.enabled=True "
+    f"{ROLLOUT}.agent.agent_loop_config_path=./trainer/config/ppo_trainer.yaml "
+    "distillation.teacher_models.teacher_model.model_path=/gone "
+    "+distillation.teacher_models.second.model_path=Qwen/Qwen3-4B distillation.nnodes=0",
     "old_log_probs_that_nobody_computes": "algorithm.rollout_correction.bypass_mode=True "
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=0",
     "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "

@@ -42,6 +42,11 @@ def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
         assert max(order.select(of).num_new.sum() for of in places) <= 9 * most / 8
 
 
+def test_a_masked_group_is_a_micro_batch_of_its_own_where_no_other_has_room() -> None:
+    order = batch_of(((9,) * 8, (1,)), *[((2,), (i,) * 5) for i in range(3)]).order()
+    assert sorted(members(order, np.array([0, 1, 1, 1]), MicroBatchLimits(max_tokens=8), FREE)) == [[0], [1], [2], [3]]
+
+
 def test_ranks_run_as_many_where_a_large_masked_group_no_longer_fits_beside_the_others() -> None:
     groups = [(8, 4, 20), (8, 6, 60), (1, 4, 5), (8, 3, 5)]  # tokens of the prompt, responses, tokens of each
     order = batch_of(

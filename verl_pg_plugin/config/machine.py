@@ -89,13 +89,16 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
 
 def _paths(config: DictConfig) -> Iterator[Issue]:
     """Files and folders that are named and not there."""
-    teachers = OmegaConf.select(config, TEACHERS) if OmegaConf.select(config, "distillation.enabled") is True else None
-    folders = [f"{TEACHERS}.{name}.model_path" for name in teachers or ()]
+    teachers: Any = OmegaConf.select(config, TEACHERS)
+    distills = OmegaConf.select(config, "distillation.enabled") is True and isinstance(teachers, DictConfig)
+    names = [name for name in teachers if name != "teacher_model" or len(teachers) == 1] if distills else []
+    folders = [f"{TEACHERS}.{name}.model_path" for name in names]  # verl drops the entry of that name beside others
     for key in (*FILES, AGENT_LOOPS, *folders):
         path, kind = OmegaConf.select(config, key), "folder" if key in folders else "file"
-        certain = isinstance(path, str) and (path.startswith(HERE) or (key in FILES and path and "://" not in path))
-        if certain and not Path(path).exists():
-            yield Issue(f"{key}={path}", f"no such {kind}", f"{key}=<{kind}>")
+        if not isinstance(path, str) or not path or "://" in path or Path(path).exists():
+            continue
+        if key in FILES or path.startswith("/" if key == AGENT_LOOPS else HERE):
+            yield Issue(f"{key}={path}", f"no such {kind}", f"{key}=<{kind}>{', or a hub id' * (kind == 'folder')}")
 
 
 def _data(config: DictConfig) -> Iterator[Issue]:

@@ -1,6 +1,6 @@
-"""Let every micro-batch of an update have a loss token: sequences without one are computed beside others.
+"""Groups without a loss token are computed beside others, where those have room.
 
-Several of verl's losses fail on a micro-batch that has none. Such sequences are verl's fillers, and groups whose every
+Several of verl's losses fail on a micro-batch without one. Such groups are verl's fillers, and those whose every
 response is masked.
 """
 
