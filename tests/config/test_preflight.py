@@ -92,7 +92,12 @@ REFUSED: list[tuple[str, str, str]] = [
     (f"{SP}=3", "cannot be spread", f"{SP}=2"),  # said once: the reference policy's own follows it in verl's config
     *(
         (f"{key}={value}", "is no number of at least 1", "")
-        for key, value in (("trainer.nnodes", "two"), (f"{ROLLOUT}.n", 0), (f"{ACTOR}.ppo_mini_batch_size", -8))
+        for key, value in (
+            ("trainer.nnodes", "two"),
+            (f"{ROLLOUT}.n", 0),
+            (f"{ACTOR}.ppo_mini_batch_size", -8),
+            (SP, 0),
+        )
     ),
     (
         "algorithm.adv_estimator=gae critic.model.path={models}/qwen3 critic.use_dynamic_bsz=True "

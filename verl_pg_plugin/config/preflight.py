@@ -37,7 +37,7 @@ from verl_pg_plugin.config.keys import (
     VEOMNI,
 )
 from verl_pg_plugin.config.machine import count_of, machine_issues, read_checkpoint
-from verl_pg_plugin.config.mode import Engine, Mode, mode_of
+from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode, mode_of
 from verl_pg_plugin.config.options import option_issues
 from verl_pg_plugin.issue import ConfigError, Issue
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -234,8 +234,8 @@ def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
 def _counts(config: DictConfig) -> Iterator[Issue]:
     """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
     least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
-    counts = "trainer.n_gpus_per_node", "trainer.nnodes", f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size"
-    least |= dict.fromkeys(counts, (1, "number"))
+    counts = "trainer.n_gpus_per_node", "trainer.nnodes", f"{ROLLOUT}.n"
+    least |= dict.fromkeys((*counts, f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.{SP_SIZE}"), (1, "number"))
     for _, key, by_tokens in micro_batch_limits(config):
         least[key] = 1, "number of tokens" if by_tokens else "number of sequences"
     for key, (at_least, what) in least.items():
