@@ -43,7 +43,7 @@ REFUSED_TYPES: dict[str, str] = {
     "diffllama": "attends twice in each layer, which the prefix cache and FLOPs know once",
     "doge": "computes a mask of its own from the values, which attention over shared prefixes does not take",
     "dory": "attends twice in each layer, which the prefix cache and FLOPs know once",
-    "emu3": "is multimodal (vq_config); only text models are supported",
+    "emu3": "is multimodal (vq_config); only text models and Qwen's with images are supported",
     "mimo_v2_flash": "adds learned attention sinks where keys are wider than values",
     "nemotron": "does not hand keywords of its forward on to attention",
     "phimoe": "draws experts at random in training, so a shared token would draw once for all its responses",

@@ -189,7 +189,7 @@ def let_flat_parameters_compile(module: Any) -> None:
     Why: dynamo runs a managed module uncompiled where it is False, and says nothing. A layer's ``forward`` is called
     behind FSDP's hooks, when its parameters are views of flat ones; these go into its graphs as inputs, as whole ones
     do. ``use_orig_params=True`` itself would change the optimizer's state: no run could be resumed in another mode.
-    Versions: torch 2.11 to 2.14.
+    Versions: torch 2.11 to 2.15.
     Remove when: torch compiles flat parameters, or verl has no FSDP1.
     """
     for part in module.modules():
@@ -213,7 +213,7 @@ def use_single_gloo_backend() -> None:
     What: the default of ``backend`` in ``verl.utils.distributed.initialize_global_process_group_ray`` becomes
     ``"cpu:gloo"``. The default is set on the function object, so modules that imported it by name see it too.
     Why: verl builds ``cpu:gloo,<device>:<backend>``; with device ``cpu`` that names one device twice, an error.
-    Versions: verl 0.9.1, torch 2.11 to 2.14. Only called when ``VERL_PLATFORM=cpu``.
+    Versions: verl 0.9.1, torch 2.11 to 2.15. Only called when ``VERL_PLATFORM=cpu``.
     Remove when: verl leaves the second pair out for device ``cpu``.
     """
     from verl.utils import distributed
@@ -228,7 +228,7 @@ def use_unpinned_offload() -> None:
     What: ``CPUOffloadPolicy`` in ``verl.workers.engine.fsdp.transformer_impl`` builds a policy without pinning.
     Why: verl gives forward-only FSDP2 models ``CPUOffloadPolicy(pin_memory=True)``; pinning asks for an
     accelerator and fails with "Cannot access accelerator device when none is available".
-    Versions: verl 0.9.1, torch 2.11 to 2.14. Only called when ``VERL_PLATFORM=cpu``.
+    Versions: verl 0.9.1, torch 2.11 to 2.15. Only called when ``VERL_PLATFORM=cpu``.
     Remove when: verl leaves offloading, or pinning, out for device ``cpu``.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy

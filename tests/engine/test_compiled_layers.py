@@ -18,7 +18,7 @@ from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import actor_loss, check_exact, group, make_engine, run_engine, update
+from tests.support import PRECISIONS, actor_loss, check_exact, group, make_engine, old_outputs, run_engine, update
 from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_forward, compile_layers, compiling
 
@@ -55,6 +55,13 @@ def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(
     assert graphs[0] > 0, "nothing was compiled"
     assert set(graphs) == {graphs[0]}
     assert not counters["recompiles"]
+
+
+@pytest.mark.slow
+def test_in_bf16_updated_log_probs_are_the_old_ones_else_the_first_steps_kl_is_not_0(qwen3: str) -> None:
+    engine = make_engine(qwen3, engine={**PRECISIONS["bf16"], "compile_layers": True})
+    old = old_outputs(engine, WHOLE)["log_probs"]
+    assert all(map(torch.equal, update(engine, WHOLE, return_model_output=True).outputs["log_probs"], old))
 
 
 def test_without_gradient_a_layer_whose_input_requires_one_shares_the_graph_of_the_others(monkeypatch) -> None:

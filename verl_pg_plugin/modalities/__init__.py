@@ -17,7 +17,7 @@ def modality_obstacles(config: PretrainedConfig) -> list[str]:
         return []
     for other in ("vision_config", "audio_config", "thinker_config"):
         if getattr(config, other, None) is not None:
-            return [f"{kind} is multimodal ({other}); only text models are supported"]
+            return [f"{kind} is multimodal ({other}); only text models and Qwen's with images are supported"]
     return [f"{kind} uses three-dimensional position ids (mrope)"] if "mrope_section" in rope else []
 
 
