@@ -93,7 +93,6 @@ BATCHES: dict[str, tuple[TensorDict, str]] = {
         r"sequence 0: input_ids has 8 tokens, prompts and responses together 9",
     ),
     "no_sequences": (empty_batch(), "empty on this rank"),
-    "no_response_token": (make_batch([*SAMPLES, Sample([1, 2], [])]), "sequence 3 has an empty response"),
     "no_prompt_token": (make_batch([*SAMPLES, Sample([], [3, 4])]), "sequence 3 has an empty prompt"),
     "above_the_budget": (make_batch(SAMPLES, max_token_len_per_gpu=7), r"needs 8 tokens.*ppo_max_token_len_per_gpu"),
 }

@@ -28,6 +28,7 @@ CASES: dict[str, list[Sample]] = {
         Sample([PAD, PAD, 5, PAD, 6, PAD], [PAD, PAD]),
     ],
     "same_prompt_in_rows_that_are_not_neighbours": [MIXED[0], *group(8, [3], 5), MIXED[1], *group(9, [2], 6), MIXED[2]],
+    "responses_without_a_token": [*MIXED, Sample(MIXED[0].prompt, []), Sample([7, 8], []), Sample([6], [])],
     "filler_rows_with_empty_loss_mask": [*MIXED[:3], *[Sample([2] * 127, [2], mask=[0])] * 3],
     "responses_of_one_token": [Sample(range(6), [t]) for t in (1, 2, 3)],
     "identical_responses": [Sample(range(6), range(10, 15))] * 4,

@@ -43,7 +43,7 @@ def fail_on_rank_one(rank: int, path: str) -> None:
     lone = [sample for seed in range(1 if rank else 9) for sample in group(5, [3], seed)]
     few = make_batch(lone, max_token_len_per_gpu=8)
     failing = {
-        "sequence 7 has an empty response": make_batch([*SAMPLES[:-1], Sample([1, 2], [])]),
+        "sequence 7 has an empty prompt": make_batch([*SAMPLES[:-1], Sample([], [1, 2])]),
         "no responses": good.exclude("responses"),
         "ppo_max_token_len_per_gpu": make_batch(SAMPLES, max_token_len_per_gpu=15),
         "1 sequences cannot fill 9 micro-batches": few,

@@ -85,7 +85,7 @@ def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False)
         stem = parent[: draw(st.integers(0, len(parent)))]
         tail = draw(st.lists(token, min_size=max(0, 2 - len(stem)), max_size=6))
         sequences.append((*stem, *tail))
-    prompt_lengths = tuple(draw(st.integers(1, len(sequence) - 1)) for sequence in sequences)
+    prompt_lengths = tuple(draw(st.integers(1, len(sequence))) for sequence in sequences)
     classes = None
     if with_classes:
         classes = tuple(draw(st.lists(st.integers(0, 2), min_size=len(sequences), max_size=len(sequences))))
@@ -120,7 +120,7 @@ def tries(draw: st.DrawFn) -> Batch:
         for stem in stems:
             tail = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
             whole = (*stem, *tail)
-            prompt = draw(st.integers(1, len(whole) - 1))
+            prompt = draw(st.integers(1, len(whole)))
             pairs.append((whole[:prompt], whole[prompt:]))
     return batch_of(*draw(st.permutations(pairs)))
 

@@ -86,10 +86,9 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
         response_lengths = np.diff(offsets) - prompt_lengths
     else:
         prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
-    for name, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
-        if (lengths < 1).any():
-            fix = "filter empty prompts (data.filter_overlong_prompts)" if name == "prompt" else "drop the sequence"
-            raise BatchError(f"sequence {int(np.argmax(lengths < 1))} has an empty {name}; {fix} before training")
+    if (prompt_lengths < 1).any():
+        fix = "filter empty prompts (data.filter_overlong_prompts) before training"
+        raise BatchError(f"sequence {int(np.argmin(prompt_lengths))} has an empty prompt; {fix}")
     lengths, both = np.diff(offsets), prompt_lengths + response_lengths
     if (wrong := both != lengths).any():
         at = int(np.argmax(wrong))
@@ -112,7 +111,7 @@ def _before_loss(loss_mask: IntArray, offsets: IntArray) -> IntArray:
     """(B,) tokens in front of the first that the loss counts, at least one; all but the last where it counts none."""
     counted_at = np.append(np.flatnonzero(loss_mask), offsets[-1])
     first = counted_at[np.searchsorted(counted_at, offsets[:-1])] - offsets[:-1]
-    return np.clip(first, 1, np.diff(offsets) - 1)
+    return np.maximum(np.minimum(first, np.diff(offsets) - 1), 1)
 
 
 def _lengths(data: TensorDict, name: str) -> IntArray:

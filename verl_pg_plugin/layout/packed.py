@@ -149,7 +149,7 @@ def build_packed_layout(
     Args:
         tokens: (N,) ids of prompt + response of every sequence, one after the other; any integer dtype.
         offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``.
-        prompt_lengths: (B,) leading tokens that are the prompt; at least 1 and at least one token is left.
+        prompt_lengths: (B,) leading tokens that are the prompt, at least 1.
         classes: (B,) optional; sequences of different class never share a token.
         inside: (N,) optional, of images, see ``build_prefix_order``.
         chunk: of a split group, whose sequences come first, in the order of ``PrefixOrder``; others share none of it.
@@ -158,12 +158,11 @@ def build_packed_layout(
         forward_only: the cache is filled by earlier chunks and nothing is prefilled.
 
     Raises:
-        ValueError: an empty prompt or response, token ids outside of 0 .. 2**32 - 1, or the numbers describe no chunk.
+        ValueError: an empty prompt, token ids outside of 0 .. 2**32 - 1, or the numbers describe no chunk.
     """
     lengths = np.diff(offsets)
-    for part, is_empty in (("prompt", prompt_lengths < 1), ("response", prompt_lengths >= lengths)):
-        if is_empty.any():
-            raise ValueError(f"sequence {int(np.argmax(is_empty))} has an empty {part}")
+    if (prompt_lengths < 1).any():
+        raise ValueError(f"sequence {int(np.argmin(prompt_lengths))} has an empty prompt")
 
     chunk = chunk or Chunk(num_sequences=0)
     if chunk.num_sequences:

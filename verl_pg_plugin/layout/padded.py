@@ -71,22 +71,25 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
     lines: list[list[IntArray]] = []  # of each group its prefix and its responses, as places in `tokens`
     for first, *others in groups.values():
         prefix = np.arange(starts[first], starts[first] + prompts[first] - 1)
-        lines.append([prefix, *(np.arange(starts[s] + prompts[s] - 1, stops[s] - 1) for s in (first, *others))])
+        forks = [(starts[s] + prompts[s] - 1, stops[s] - 1) for s in (first, *others)]
+        # Upstream attends to every suffix: an empty response has the prompt's last token, which predicts nothing.
+        lines.append([prefix, *(np.arange(fork, max(stop, fork + 1)) for fork, stop in forks)])
     group_info = [list(map(len, line)) for line in lines]
     places = np.full((len(lines), max(map(sum, group_info))), -1)  # -1 at padding
     for g, line in enumerate(lines):
         places[g, : sum(group_info[g])] = np.concatenate(line)
+    sequence = np.repeat(np.arange(len(starts)), np.diff(offsets))
     predicts = (places >= 0) & (np.arange(places.shape[1]) >= np.array([[prefix] for prefix, *_ in group_info]))
-
-    responses = [response for _, *of_group in lines for response in of_group]
+    predicts &= places + 1 < offsets[1:][sequence[places]]
+    predicting = places[predicts]
     return PaddedLayout(
         group_info=group_info,
         input_ids=np.where(places < 0, 0, tokens[places]),
         position_ids=np.where(places < 0, 0, counted(offsets)[places]),
-        labels=np.where(places < 0, 0, tokens[places + 1]),
+        labels=np.where(places < 0, 0, tokens[(places + 1) % len(tokens)]),
         head_index=np.flatnonzero(predicts),
-        response_index=np.concatenate(responses),
-        response_head=np.arange(sum(map(len, responses))),
-        head_sequence=np.repeat([s for group in groups.values() for s in group], [*map(len, responses)]),
-        num_logical_tokens=int(offsets[-1]),
+        response_index=predicting,
+        response_head=np.arange(len(predicting)),
+        head_sequence=sequence[predicting],
+        num_logical_tokens=len(tokens),
     )

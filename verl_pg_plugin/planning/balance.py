@@ -61,7 +61,7 @@ def order_by_sessions(
     Args:
         group: (B,) equal values mark sequences of one prompt; groups come in the order of their first sequence.
         session, place: (B,) equal values within a group mark one session, and a sequence's place in it.
-        prompt_lengths, response_lengths: (B,) tokens; a sequence has at least two.
+        prompt_lengths, response_lengths: (B,) tokens.
     """
     lengths = prompt_lengths + response_lengths
     _, first_of_group, group = np.unique(group, return_index=True, return_inverse=True)
