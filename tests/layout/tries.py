@@ -118,8 +118,7 @@ def tries(draw: st.DrawFn) -> Batch:
                 for child in range(draw(st.integers(1, 3)))
             ][: 14 // (root + 1)]
         for stem in stems:
-            tail = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
-            whole = (*stem, *tail)
+            whole = (*stem, *draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))
             prompt = draw(st.integers(1, len(whole)))
             pairs.append((whole[:prompt], whole[prompt:]))
     return batch_of(*draw(st.permutations(pairs)))

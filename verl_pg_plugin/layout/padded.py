@@ -62,18 +62,17 @@ class PaddedLayout:
 
 def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: IntArray) -> PaddedLayout:
     """Put all sequences with the same prompt, wherever they stand, into one line; arguments as of packed layouts."""
-    starts, stops = offsets[:-1].tolist(), offsets[1:].tolist()
-    prompts = prompt_lengths.tolist()
+    starts, forks = offsets[:-1].tolist(), (offsets[:-1] + prompt_lengths - 1).tolist()
+    # Upstream attends to every suffix: an empty response has the prompt's last token, which predicts nothing.
+    stops = np.maximum(offsets[1:] - 1, offsets[:-1] + prompt_lengths).tolist()
     groups: dict[bytes, list[int]] = {}
-    for s, start in enumerate(starts):
-        groups.setdefault(tokens[start : start + prompts[s]].tobytes(), []).append(s)
+    for s, (start, fork) in enumerate(zip(starts, forks, strict=True)):
+        groups.setdefault(tokens[start : fork + 1].tobytes(), []).append(s)
 
     lines: list[list[IntArray]] = []  # of each group its prefix and its responses, as places in `tokens`
-    for first, *others in groups.values():
-        prefix = np.arange(starts[first], starts[first] + prompts[first] - 1)
-        forks = [(starts[s] + prompts[s] - 1, stops[s] - 1) for s in (first, *others)]
-        # Upstream attends to every suffix: an empty response has the prompt's last token, which predicts nothing.
-        lines.append([prefix, *(np.arange(fork, max(stop, fork + 1)) for fork, stop in forks)])
+    for members in groups.values():
+        prefix = np.arange(starts[members[0]], forks[members[0]])
+        lines.append([prefix, *(np.arange(forks[s], stops[s]) for s in members)])
     group_info = [list(map(len, line)) for line in lines]
     places = np.full((len(lines), max(map(sum, group_info))), -1)  # -1 at padding
     for g, line in enumerate(lines):
