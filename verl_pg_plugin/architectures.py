@@ -130,14 +130,6 @@ def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
     if kind in REFUSED_TYPES:
         found.append(f"{kind} {REFUSED_TYPES[kind]}")
     found += modality_obstacles(hf_config)
-    rope: Any = getattr(text, "rope_parameters", None) or {}
-    # One set of parameters, or one for each type of layer.
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if part.get("rope_type") in ("dynamic", "longrope"):
-            found.append(
-                f"rope_type={part['rope_type']} takes its frequencies from the longest sequence of a micro-batch, so a "
-                "sequence's log-probs would depend on its neighbours"
-            )
     if other := unknown_layer_types(text):
         found.append(f"{kind} has layers other than causal attention: {', '.join(other)}")
     found += [obstacle for name in count_layers(text) for obstacle in MIXERS[name].obstacles(text)]
@@ -196,7 +188,7 @@ def _causal_lm_issues(hf_config: PretrainedConfig) -> list[Issue]:
     if "ForCausalLM" not in name and type(hf_config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         why = f"verl builds {hf_config.model_type} without its LM head: {name} is not called ...ForCausalLM"
         return [Issue("", why)]
-    return _key_value_heads(hf_config)
+    return []
 
 
 def _value_model_issues(hf_config: PretrainedConfig) -> list[Issue]:
@@ -208,16 +200,19 @@ def _value_model_issues(hf_config: PretrainedConfig) -> list[Issue]:
     if isinstance(getattr(hf_config, "hidden_dropout", None), float):
         # ``hidden_dropout = "0"`` in verl's engine; configs of transformers 5 check the types of their fields.
         return [Issue("", f"verl writes text into hidden_dropout, which a config of {kind} refuses")]
-    return class_issues(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)]) or _key_value_heads(hf_config)
+    return class_issues(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)])
 
 
-def _key_value_heads(hf_config: PretrainedConfig) -> list[Issue]:
+def steady_length(hf_config: PretrainedConfig) -> int | None:
+    """Tokens of a sequence up to which its rotary frequencies depend on no other's length; None for any number."""
     text = hf_config.get_text_config()
-    if hasattr(text, "num_key_value_heads"):
-        return []
-    number = getattr(text, "num_attention_heads", "<attention heads>")
-    why = f"verl reads num_key_value_heads, which {hf_config.model_type} does not have"
-    return [Issue("", why, f"++{OVERRIDE}.num_key_value_heads={number}")]
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    limits = [
+        part.get("original_max_position_embeddings", text.max_position_embeddings)
+        for part in (rope, *(part for part in rope.values() if isinstance(part, dict)))  # of all layers or each type
+        if part.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)
 
 
 # --- What only a built model tells -----------------------------------------------------------------------------------

@@ -88,7 +88,6 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     default = transformers.AutoConfig.for_model(model_type)
     fields = default.to_dict()
     sizes = {name: value for name, value in SIZES.items() if name in fields or name in default.attribute_map}
-    sizes.setdefault("num_key_value_heads", SIZES["num_attention_heads"])  # which verl reads from every config
     still = {
         name: 0.0 for name, value in fields.items() if any(word in name for word in RANDOM) and isinstance(value, float)
     }

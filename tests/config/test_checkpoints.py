@@ -10,6 +10,7 @@ from config_support import TINY, save_checkpoint
 from verl_pg_plugin.config import Mode, machine
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL
 from verl_pg_plugin.config.machine import read_checkpoint
+from verl_pg_plugin.config.preflight import sharing_issues
 
 
 @pytest.fixture
@@ -18,13 +19,6 @@ def issues_of(make_config):
         return read_checkpoint(make_config(mode, {f"{section}.path": str(path), **settings}), section)[1]
 
     return run
-
-
-DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-ROPE_BY_LAYER_TYPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": DYNAMIC_ROPE,
-}
 
 
 @pytest.mark.parametrize(
@@ -36,8 +30,6 @@ ROPE_BY_LAYER_TYPE = {
         (transformers.Starcoder2Config(residual_dropout=0.1), "residual_dropout=0.1"),
         (transformers.MixtralConfig(router_jitter_noise=0.01), "router_jitter_noise=0.01"),
         (transformers.PhiConfig(resid_pdrop=0.1), "resid_pdrop=0.1"),
-        (transformers.Qwen2Config(**TINY, rope_parameters=DYNAMIC_ROPE), "rope_type=dynamic"),
-        (transformers.Gemma3TextConfig(**TINY, rope_parameters=ROPE_BY_LAYER_TYPE), "rope_type=dynamic"),
         (transformers.ViTConfig(attention_probs_dropout_prob=0.0), "no causal language model"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
@@ -66,6 +58,17 @@ def test_dropout_is_named_by_its_key_and_lifted_by_the_advised_override(issues_o
     assert (issue.setting, issue.fix) == (f"{key}=0.1", f"++{key}=0.0")
     assert issues_of(path, **{key: 0.0}) == []
     assert issues_of(checkpoint, **{key: 0.2})[0].key == key
+
+
+def test_sequences_that_would_lend_others_their_rotary_frequencies_are_warned_of(make_config, tmp_path):
+    kinds = {"sliding_attention": "default", "full_attention": "dynamic"}
+    rope = {layer: {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4} for layer, kind in kinds.items()}
+    path = str(save_checkpoint(tmp_path, transformers.Gemma3TextConfig(**TINY, rope_parameters=rope)))
+    settings = {f"{MODEL}.path": path, "data.max_prompt_length": 192}
+    fits, exceeds = ({**settings, "data.max_response_length": most} for most in (8000, 8001))
+    assert sharing_issues(make_config(settings=fits)) == []
+    (issue,) = sharing_issues(make_config(settings=exceeds))
+    assert (issue.is_warning, issue.fix) == (True, "data.max_response_length=8000")
 
 
 @pytest.mark.parametrize("mode", [Mode.RMPAD, Mode.PACKED])

@@ -46,10 +46,11 @@ WORKING: dict[str, str] = {
     "a_flag_that_verls_engine_does_not_read": f"{ACTOR}.qat.enable=True",
     "eager_attention_is_replaced": f"{MODEL}.override_config.attn_implementation=eager",
     "a_role_with_a_padding_flag_of_its_own": f"{ACTOR}.use_remove_padding=False",
-    "mtp_of_the_reference_policy_alone": f"{REF}.use_kl_loss=True",
+    "heads_that_draft_rollouts": f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_rollout=True",
+    "liger_without_its_package": f"{MODEL}.use_fused_kernels=True {MODEL}.fused_kernel_options.impl_backend=liger",
     "compiled": f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2",
     "an_agent_loop_file_of_verls_and_a_teacher_that_is_dropped": "distillation.enabled=True "
-    f"{ROLLOUT}.agent.agent_loop_config_path=./trainer/config/ppo_trainer.yaml "
+    f"{ROLLOUT}.agent.agent_loop_config_path=./protocol.py {ROLLOUT}.multi_turn.tool_config_path=protocol.py "
     "distillation.teacher_models.teacher_model.model_path=/gone "
     "+distillation.teacher_models.second.model_path=Qwen/Qwen3-4B distillation.nnodes=0",
     "old_log_probs_that_nobody_computes": "algorithm.rollout_correction.bypass_mode=True "
@@ -91,13 +92,8 @@ REFUSED: list[tuple[str, str, str]] = [
     ),
     (f"{SP}=3", "cannot be spread", f"{SP}=2"),  # said once: the reference policy's own follows it in verl's config
     *(
-        (f"{key}={value}", "is no number of at least 1", "")
-        for key, value in (
-            ("trainer.nnodes", "two"),
-            (f"{ROLLOUT}.n", 0),
-            (f"{ACTOR}.ppo_mini_batch_size", -8),
-            (SP, 0),
-        )
+        (override, "is no number of at least 1", "")
+        for override in ("trainer.nnodes=two", f"{ROLLOUT}.n=0", f"{ACTOR}.ppo_mini_batch_size=-8", f"{SP}=0")
     ),
     (
         "algorithm.adv_estimator=gae critic.model.path={models}/qwen3 critic.use_dynamic_bsz=True "
@@ -107,11 +103,6 @@ REFUSED: list[tuple[str, str, str]] = [
     ),
     ("trainer.n_gpus_per_node=2", "2 worker processes are asked for", "num_gpus=2"),
     (f"{ROLLOUT}.name=vllm", "vllm is not installed", "pip install 'verl[vllm]'"),
-    (
-        f"{MODEL}.override_config.num_experts_per_tok=0 {MODEL}.path={{models}}/qwen3_moe",
-        "qwen3_moe has experts, and its config says neither",
-        "override_config.num_experts_per_tok=<experts a token visits>",
-    ),
     ("data.train_files=no_such.parquet", "does not exist", "data.train_files="),
     ("data.train_files={folder}", "is a folder", "data.train_files="),
     ("data.val_files=[{data},{folder}/gone.parquet]", "does not exist", ""),

@@ -25,19 +25,19 @@ NEXT, VL = f"{MODEL}.path={{models}}/qwen3_next", f"{MODEL}.path={{models}}/qwen
 FUSED, COMPILED = f"{MODEL}.use_fused_kernels=True", "++prefix_grouper.compile_layers=True"
 BACKEND, UNPADDED = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.use_remove_padding=False"
 VISION = f"{MODEL}.override_config.attn_implementation"
-QAT = f"{ACTOR}.fsdp_config.qat"
+QAT, TRAINED_HEADS = f"{ACTOR}.fsdp_config.qat", f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_train=True"
 KEY_HEADS = f"{MODEL}.override_config.linear_num_key_heads"
 
 REFUSED: list[tuple[Mode, str, str, str, str]] = [
     # mode, overrides, setting (that of the override where it is empty), part of the cause, part of the fix
-    *((mode, f"{MODEL}.mtp.enable=True", "", "multi-token", f"{MODEL}.mtp.enable=False") for mode in (PACKED, PADDED)),
+    *((mode, TRAINED_HEADS, "", "multi-token", "_train=False") for mode in (PACKED, PADDED)),
     (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "for weights alone", f"{QAT}.mode=w4a16"),
     (PADDED, f"{QAT}.enable=True", "", "in padded groups", f"{QAT}.enable=False"),
     (PACKED, f"{MODEL}.lora_rank=8 {COMPILED}", "", "each adapter of LoRA a unit", "=False"),
     (PADDED, COMPILED, "", "padded groups", "=False"),
     (PACKED, f"{MODEL}.path={{models}}/gemma2 {FUSED}", "", "changes what its head puts out", ""),
     (PACKED, f"{FUSED} {BACKEND}=cutlass", "", "is unknown", "=torch"),
-    *((PACKED, f"{FUSED} {BACKEND}={name}", "", "needs a GPU", "=torch") for name in ("triton", "liger")),
+    (PACKED, f"{FUSED} {BACKEND}=triton", "", "needs a GPU", "=torch"),
     (PACKED, f"{ACTOR}.{SP}=3", "", "4 query and 2 key/value heads cannot be spread", f"{SP}=2"),
     (PACKED, f"{GAE} critic.fsdp.{SP}=3", "", "cannot be spread", f"critic.fsdp.{SP}=2"),
     (PACKED, f"{NEXT} {KEY_HEADS}=3 {ACTOR}.fsdp_config.{SP}=2", "", "qwen3_next: 3 key heads cannot", f"{SP}=1"),

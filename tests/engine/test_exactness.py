@@ -76,7 +76,10 @@ def test_every_value_and_gradient_of_a_critic_equals_the_sequence_alone(value_mo
     check_exact(engine, value_model, critic_batch([s for case in CASES.values() for s in case], **MODES[mode]))
 
 
+LONGEST = max(len(sample.prompt) + len(sample.response) for sample in MIXED)
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
+    **{rope: ("qwen2", {"rope_parameters": {**ROPE, "rope_type": rope}}, MIXED) for rope in ("dynamic", "longrope")},
     **{f"windows of {name} shorter than the prompt": (name, WINDOW, MIXED) for name in ("mistral", "qwen2", "qwen3")},
     "more than 4096 tokens": ("qwen3", ONE_HEAD, group(4200, [6, 9], 4)),
 }
@@ -86,8 +89,12 @@ MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
 @pytest.mark.parametrize("model", MODELS)
 def test_windows_and_long_sequences(mode: str, model: str, tmp_path: Path) -> None:
     model_type, sizes, samples = MODELS[model]
-    path = save_tiny_model(tmp_path, model_type, **sizes)
-    check_exact(make_engine(path, padded=mode == "padded groups"), path, make_batch(samples, **MODES[mode]))
+    path = save_tiny_model(tmp_path, model_type, **({"max_position_embeddings": LONGEST} | sizes))
+    engine = make_engine(path, padded=mode == "padded groups")
+    check_exact(engine, path, make_batch(samples, **MODES[mode]))
+    if "rope_parameters" in sizes:  # one more token, and in stock verl its neighbours get other frequencies
+        with pytest.raises(BatchError, match=rf"{LONGEST + 1} tokens; above {LONGEST} all"):
+            infer(engine, make_batch([*samples, *group(LONGEST, [1], 4)], **MODES[mode]))
 
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")

@@ -30,15 +30,10 @@ from verl_pg_plugin.issue import Issue
 GPUS_PER_NODE, RAY_GPUS = "trainer.n_gpus_per_node", "ray_kwargs.ray_init.num_gpus"
 PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 """What a rollout engine of verl's imports."""
-FILES = (
-    "reward.custom_reward_function.path",
-    "data.custom_cls.path",
-    f"{ROLLOUT}.multi_turn.function_tool_path",
-    f"{ROLLOUT}.multi_turn.tool_config_path",
-    f"{ROLLOUT}.multi_turn.interaction_config_path",
-)
-AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"
-"""A file; verl looks for a relative one in folders of its own too."""
+FILES = ("reward.custom_reward_function.path", "data.custom_cls.path")
+TOOLS = "multi_turn.function_tool_path", "multi_turn.tool_config_path"
+FILES_BESIDE_VERL = tuple(f"{ROLLOUT}.{name}" for name in ("agent.agent_loop_config_path", *TOOLS))
+"""Files; verl looks for relative ones in folders of its own too."""
 TEACHERS = "distillation.teacher_models"
 HERE = ("/", ".", "~")
 """How a path of this machine begins, whether there is something or not, and no hub id."""
@@ -93,11 +88,11 @@ def _paths(config: DictConfig) -> Iterator[Issue]:
     distills = OmegaConf.select(config, "distillation.enabled") is True and isinstance(teachers, DictConfig)
     names = [name for name in teachers if name != "teacher_model" or len(teachers) == 1] if distills else []
     folders = [f"{TEACHERS}.{name}.model_path" for name in names]  # verl drops the entry of that name beside others
-    for key in (*FILES, AGENT_LOOPS, *folders):
+    for key in (*FILES, *FILES_BESIDE_VERL, *folders):
         path, kind = OmegaConf.select(config, key), "folder" if key in folders else "file"
         if not isinstance(path, str) or not path or "://" in path or Path(path).exists():
             continue
-        if key in FILES or path.startswith("/" if key == AGENT_LOOPS else HERE):
+        if key in FILES or path.startswith("/" if key in FILES_BESIDE_VERL else HERE):
             yield Issue(f"{key}={path}", f"no such {kind}", f"{key}=<{kind}>{', or a hub id' * (kind == 'folder')}")
 
 

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from verl.utils.config import validate_config
 
 from verl_pg_plugin import compat
+from verl_pg_plugin.architectures import steady_length
 from verl_pg_plugin.config import rules
 from verl_pg_plugin.config.keys import (
     ACTOR,
@@ -40,7 +41,6 @@ from verl_pg_plugin.config.machine import count_of, machine_issues, read_checkpo
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode, mode_of
 from verl_pg_plugin.config.options import option_issues
 from verl_pg_plugin.issue import ConfigError, Issue
-from verl_pg_plugin.planning.cost import ModelFlops
 
 logger = logging.getLogger(__name__)
 
@@ -95,20 +95,18 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
         # An architecture that cannot share is looked at no further.
         engine = rules.engine_of(config, role, None if issues else hf_config)
         found += [*issues, *_engine_issues(config, engine)]
-        if role == ACTOR and engine.hf_config is not None and mode_of(config).shares_prefixes:
-            found += _unpriced(config, engine.hf_config)
+        if engine.hf_config is not None and mode_of(config).shares_prefixes:
+            found += _long_sequences(config, engine.hf_config)
     return list(dict.fromkeys(found))
 
 
-def _unpriced(config: DictConfig, hf_config: PretrainedConfig) -> Iterator[Issue]:
-    """A model whose FLOPs cannot be counted, by which ranks get their sequences."""
-    if "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {}):
-        return  # which may be a class of the checkpoint's own
-    try:
-        ModelFlops.of_config(hf_config)
-    except ValueError as error:
-        why, _, fix = str(error).partition("; set ")
-        yield Issue(f"{MODEL}.path={OmegaConf.select(config, f'{MODEL}.path')}", why, fix)
+def _long_sequences(config: DictConfig, hf_config: PretrainedConfig) -> Iterator[Issue]:
+    """Sequences that would end the run in a batch (``architectures.steady_length``)."""
+    prompt, response = (count_of(config, f"data.max_{part}_length") for part in ("prompt", "response"))
+    if (most := steady_length(hf_config)) is not None and prompt + response > most:
+        why = f"a sequence of over {most} tokens would lend its rotary frequencies to others, and ends the run"
+        fix = f"data.max_response_length={most - prompt}" if most > prompt else rules.STOCK
+        yield Issue(f"data.max_response_length={response}", why, fix, is_warning=True)
 
 
 def _flag_issues(config: DictConfig) -> Iterator[Issue]:

@@ -92,9 +92,10 @@ def roles_of(config: DictConfig) -> list[str]:
 
 
 def multi_token_prediction(engine: Engine) -> Iterator[Issue]:
-    if engine.of_model("mtp.enable") and engine.role != REF:  # verl switches it off for the reference policy
+    """Heads that draft rollouts alone are no engine's; those of the reference policy verl switches off."""
+    if engine.of_model("mtp.enable") and engine.of_model(trained := "mtp.enable_train") and engine.role != REF:
         why = "multi-token prediction heads read several tokens ahead, across the fork of a group"
-        yield Issue(engine.model_setting("mtp.enable"), why, f"{engine.model_section}.mtp.enable=False")
+        yield Issue(engine.model_setting(trained), why, f"{engine.model_section}.{trained}=False")
 
 
 def quantization_aware_training(engine: Engine) -> Iterator[Issue]:
@@ -133,16 +134,16 @@ def fused_kernels(engine: Engine) -> Iterator[Issue]:
 def fused_backend(engine: Engine) -> Iterator[Issue]:
     if not _fuses(engine):
         return
-    name, why = engine.of_model("fused_kernel_options.impl_backend"), ""
+    name, why, replaced = engine.of_model("fused_kernel_options.impl_backend"), "", False
     if name not in ("torch", "triton", "liger"):
         why = "is unknown to this plugin; the back ends are torch, triton and liger"
+    elif replaced := name == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        why = "needs the package liger-kernel, which is not installed, and verl takes torch instead"
     elif name != "torch" and engine.device != "cuda":
         why = f"needs a GPU, this machine's device is {engine.device!r}"
-    elif name == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        why = "needs the package liger-kernel, which is not installed, and verl would take torch instead"
     if why:
         key = f"{engine.model_section}.fused_kernel_options.impl_backend"
-        yield Issue(f"{key}={name}", f"impl_backend={name} {why}", f"{key}=torch")
+        yield Issue(f"{key}={name}", f"impl_backend={name} {why}", f"{key}=torch", is_warning=replaced)
 
 
 def ulysses(engine: Engine) -> Iterator[Issue]:

@@ -58,19 +58,18 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     return MicroBatchLimits(max_sequences=int(limit))
 
 
-def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
+def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: int | None = None) -> Sequences:
     """Collect what the layout needs from a batch in verl's no-padding format.
 
     ``input_ids`` are jagged; ``prompts`` and ``responses`` jagged (V1) or padded beside an ``attention_mask`` (legacy),
     or neither is there and a jagged ``loss_mask`` covers all tokens (SFT); ``position_ids`` are jagged or absent.
-    Raises BatchError for what is missing, empty, or of the wrong type.
+    Raises BatchError for what is missing, empty, of the wrong type, or longer than ``architectures.steady_length``.
     """
     if not len(data):
         raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")
     supervised = not {"prompts", "responses"} & set(data.keys()) and data["loss_mask"].is_nested
     needed = ("input_ids",) if supervised else ("input_ids", "prompts", "responses")
-    missing = [name for name in needed if name not in data.keys()]  # noqa: SIM118
-    if missing:
+    if missing := [name for name in needed if name not in data.keys()]:  # noqa: SIM118
         raise BatchError(
             f"the batch has no {' and no '.join(missing)}: packed mode needs to know where each response starts; "
             f"pass batches as verl's trainers make them, or {SHARING_OFF}"
@@ -87,7 +86,7 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     else:
         prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
     if (prompt_lengths < 1).any():
-        fix = "filter empty prompts (data.filter_overlong_prompts) before training"
+        fix = "drop such rows from the data, which data.filter_overlong_prompts keeps"
         raise BatchError(f"sequence {int(np.argmin(prompt_lengths))} has an empty prompt; {fix}")
     lengths, both = np.diff(offsets), prompt_lengths + response_lengths
     if (wrong := both != lengths).any():
@@ -95,6 +94,11 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
         raise BatchError(
             f"sequence {at}: input_ids has {lengths[at]} tokens, prompts and responses together {both[at]}; they must "
             "be the same sequence"
+        )
+    if steady_length is not None and (longest := lengths.max()) > steady_length:
+        raise BatchError(
+            f"sequence {int(lengths.argmax())} has {longest} tokens; above {steady_length} all in a micro-batch get "
+            f"their rotary frequencies from the longest; lower data.max_response_length, or {SHARING_OFF}"
         )
     temperature, classes = tu.get(data, "temperature"), None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:

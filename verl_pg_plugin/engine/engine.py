@@ -28,7 +28,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.architectures import lm_head_issues
+from verl_pg_plugin.architectures import lm_head_issues, steady_length
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
 from verl_pg_plugin.engine.batch import SequenceSelector, uses_top_k
@@ -185,6 +185,7 @@ class SharedPrefixEngine(FSDPEngine):
             carries=self.packed and self.options.carry != "never" and self.shared_model.prefix_cache,
             forward_only=forward_only,
             levels=self._levels(forward_only),
+            steady_length=steady_length(self.model_config.hf_config),
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
         )

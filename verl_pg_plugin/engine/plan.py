@@ -75,6 +75,7 @@ def plan_mini_batch(
     carries: bool,
     forward_only: bool,
     levels: Levels,
+    steady_length: int | None = None,
     sp_size: int = 1,
     dp_rank: int = 0,
 ) -> Plan:
@@ -85,6 +86,7 @@ def plan_mini_batch(
         packed: packed mode, else upstream's padded groups.
         carries: chunks of split groups read tokens from each other, which then take a part of the budget.
         levels: from what is free on this rank; the level of each micro-batch is from the rank that has least.
+        steady_length: longest that a sequence may be (``architectures.steady_length``).
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
 
@@ -93,7 +95,7 @@ def plan_mini_batch(
     with agreement() as ranks:
         data = regular(data)
         check_batch(data, packed, levels.fused_kernels)
-        sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
+        sequences, limits = read_sequences(data, modality, steady_length), limits_of(data, sp_size)
         order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
         weights = cache_weights(levels, forward_only) if carries else None
         # V1 takes what rollout correction rejects out of the response mask alone, which verl's losses read.
