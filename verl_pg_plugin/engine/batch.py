@@ -85,9 +85,10 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
         response_lengths = np.diff(offsets) - prompt_lengths
     else:
         prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
-    if (prompt_lengths < 1).any():
-        fix = "drop such rows from the data, which data.filter_overlong_prompts keeps"
-        raise BatchError(f"sequence {int(np.argmin(prompt_lengths))} has an empty prompt; {fix}")
+    for found, what in ((prompt_lengths < 1, "an empty prompt"), (np.diff(offsets) < 2, "a single token")):
+        if found.any():
+            fix = "drop such rows from the data, which data.filter_overlong_prompts keeps"
+            raise BatchError(f"sequence {int(np.argmax(found))} has {what}; {fix}")
     lengths, both = np.diff(offsets), prompt_lengths + response_lengths
     if (wrong := both != lengths).any():
         at = int(np.argmax(wrong))

@@ -80,15 +80,15 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
     sequence = np.repeat(np.arange(len(starts)), np.diff(offsets))
     predicts = (places >= 0) & (np.arange(places.shape[1]) >= np.array([[prefix] for prefix, *_ in group_info]))
     predicts &= places + 1 < offsets[1:][sequence[places]]
-    predicting = places[predicts]
+    predicts[0, 0] |= not predicts.any()  # a head never runs on nothing: nobody reads what it says of this token
     return PaddedLayout(
         group_info=group_info,
         input_ids=np.where(places < 0, 0, tokens[places]),
         position_ids=np.where(places < 0, 0, counted(offsets)[places]),
         labels=np.where(places < 0, 0, tokens[(places + 1) % len(tokens)]),
         head_index=np.flatnonzero(predicts),
-        response_index=predicting,
-        response_head=np.arange(len(predicting)),
-        head_sequence=sequence[predicting],
+        response_index=places[predicts],
+        response_head=np.arange(predicts.sum()),
+        head_sequence=sequence[places[predicts]],
         num_logical_tokens=len(tokens),
     )
