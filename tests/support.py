@@ -66,8 +66,7 @@ def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **over
     """Write a random float32 causal LM with GQA into ``path``; returns the path as verl wants it."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(model_type, **{**TINY, **overrides})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(path)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     return str(path)
 
 

@@ -32,7 +32,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers, stateful_model_types, unknown_layer_types
 from verl_pg_plugin.mixers.gated_delta import GATED_DELTA, MULTIMODAL_MODEL_TYPES, has_fla
-from verl_pg_plugin.modalities import modality_obstacles
+from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES, modality_obstacles
 
 OVERRIDE = "actor_rollout_ref.model.override_config"
 
@@ -132,6 +132,8 @@ def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
     found += modality_obstacles(hf_config)
     if other := unknown_layer_types(text):
         found.append(f"{kind} has layers other than causal attention: {', '.join(other)}")
+    if steady_length(hf_config) is not None and (kind in IMAGE_MODEL_TYPES or getattr(hf_config, "auto_map", None)):
+        found.append(f"{kind} changes rotary frequencies with the length, in code of its own or at positions of images")
     found += [obstacle for name in count_layers(text) for obstacle in MIXERS[name].obstacles(text)]
     return _final_or_all([*(Issue("", why) for why in found), *_random_fields(text)])
 
@@ -207,11 +209,10 @@ def steady_length(hf_config: PretrainedConfig) -> int | None:
     """Tokens of a sequence up to which its rotary frequencies depend on no other's length; None for any number."""
     text = hf_config.get_text_config()
     rope: Any = getattr(text, "rope_parameters", None) or {}
-    limits = [
-        part.get("original_max_position_embeddings", text.max_position_embeddings)
-        for part in (rope, *(part for part in rope.values() if isinstance(part, dict)))  # of all layers or each type
-        if part.get("rope_type") in ("dynamic", "longrope")
-    ]
+    parts = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # of all layers, or each type of layer
+    most = getattr(text, "max_position_embeddings", 0)
+    at = {"dynamic": "", "longrope": "original_max_position_embeddings"}  # what transformers reads of each
+    limits = [part.get(at[kind]) or most for part in parts if (kind := part.get("rope_type")) in at]
     return min(limits, default=None)
 
 

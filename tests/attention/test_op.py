@@ -136,8 +136,7 @@ def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window
     """A window of all keys but one hides none from a segment."""
     cut(monkeypatch, (4, 1e9))
     kernel = recorded()
-    found = packed_outcome(TENSORS, LAYOUT, window, kernel=kernel)
-    assert_equal(found, dense_outcome(TENSORS, MANY, window))
+    assert_equal(packed_outcome(TENSORS, LAYOUT, window, kernel=kernel), dense_outcome(TENSORS, MANY, window))
     for calls, most in ((problems(kernel.forward), 4), (problems(kernel.backward), 2)):
         assert len(calls) > 10 / most
         assert max(keys for keys, _ in calls) <= most * LAYOUT.num_tokens

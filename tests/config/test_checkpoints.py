@@ -21,9 +21,13 @@ def issues_of(make_config):
     return run
 
 
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+
+
 @pytest.mark.parametrize(
     ("hf_config", "why"),
     [
+        (transformers.Qwen2_5_VLConfig(text_config={**TINY, "rope_parameters": ROPE}), "at positions of images"),
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.Glm4vConfig(), "multimodal"),
         (transformers.BloomConfig(), "attention interface"),

@@ -109,7 +109,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("data.train_files={folder}/broken.parquet", "cannot be read as parquet", ""),
     ("data.val_files=[] data.prompt_key=question", "has no column 'question'; it has prompt", "prompt_key=prompt"),
     ("reward.custom_reward_function.path=/gone.py", "no such file", "=<file>"),
-    (f"{ROLLOUT}.agent.agent_loop_config_path=/gone.yaml", "no such file", "=<file>"),
+    (f"{ROLLOUT}.agent.agent_loop_config_path=gone.yaml", "no such file", "=<file>"),
     (
         "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=/gone",
         "no such folder",

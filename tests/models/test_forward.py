@@ -211,8 +211,7 @@ def test_rows_of_padding_are_zero_and_others_are_as_alone_down_to_one_token(chec
             torch.testing.assert_close(logits[b][row], alone, rtol=1e-5, atol=1e-5)
         else:
             assert (logits[b] == 0).all()
-    loss = torch.nn.functional.cross_entropy(logits[1], input_ids[1], reduction="none")
-    (loss * mask[1]).sum().backward()
+    (torch.nn.functional.cross_entropy(logits[1], input_ids[1], reduction="none") * mask[1]).sum().backward()
     assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
 
 

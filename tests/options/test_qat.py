@@ -97,8 +97,7 @@ def test_errors_are_those_of_stock_rmpad_with_the_same_weights(tmp_path: Path, k
     assert (found != round_weight(weight, weight.abs().max())).float().mean() < 0.01
 
     path = save_tiny_model(tmp_path, **GPU_SIZES)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    model.float().save_pretrained(path)
+    transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float().save_pretrained(path)
     case = Case((SMOOTH,))
     batches = [batch_of(case, samples_of(seed), SCALE) for seed in range(NUM_BATCHES)]
     with quantized_references():

@@ -20,6 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 from verl.utils.device import get_device_name
+from verl.utils.import_utils import resolve_config_path
 from verl.utils.model import update_model_config
 
 from verl_pg_plugin.architectures import OVERRIDE, architecture_issues
@@ -90,9 +91,13 @@ def _paths(config: DictConfig) -> Iterator[Issue]:
     folders = [f"{TEACHERS}.{name}.model_path" for name in names]  # verl drops the entry of that name beside others
     for key in (*FILES, *FILES_BESIDE_VERL, *folders):
         path, kind = OmegaConf.select(config, key), "folder" if key in folders else "file"
-        if not isinstance(path, str) or not path or "://" in path or Path(path).exists():
+        if not isinstance(path, str) or not path or "://" in path or (key in folders and not path.startswith(HERE)):
             continue
-        if key in FILES or path.startswith("/" if key in FILES_BESIDE_VERL else HERE):
+        try:
+            is_there = Path(resolve_config_path(path) if key in FILES_BESIDE_VERL else path).exists()
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
             yield Issue(f"{key}={path}", f"no such {kind}", f"{key}=<{kind}>{', or a hub id' * (kind == 'folder')}")
 
 

@@ -87,8 +87,7 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
         prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
     for found, what in ((prompt_lengths < 1, "an empty prompt"), (np.diff(offsets) < 2, "a single token")):
         if found.any():
-            fix = "drop such rows from the data, which data.filter_overlong_prompts keeps"
-            raise BatchError(f"sequence {int(np.argmax(found))} has {what}; {fix}")
+            raise BatchError(f"sequence {int(np.argmax(found))} has {what}; drop such rows from the data")
     lengths, both = np.diff(offsets), prompt_lengths + response_lengths
     if (wrong := both != lengths).any():
         at = int(np.argmax(wrong))
@@ -98,8 +97,8 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
         )
     if steady_length is not None and (longest := lengths.max()) > steady_length:
         raise BatchError(
-            f"sequence {int(lengths.argmax())} has {longest} tokens; above {steady_length} all in a micro-batch get "
-            f"their rotary frequencies from the longest; lower data.max_response_length, or {SHARING_OFF}"
+            f"sequence {int(lengths.argmax())} has {longest} tokens; above {steady_length} a micro-batch has rotary "
+            f"frequencies of its longest; lower data.max_response_length (SFT: max_length), or {SHARING_OFF}"
         )
     temperature, classes = tu.get(data, "temperature"), None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:

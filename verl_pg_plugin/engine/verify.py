@@ -71,9 +71,7 @@ def compare(
     max_error, factor, worst = 0.0, 1.0, None
     for name, of_samples in relative_errors(got, expected).items():
         tolerance = tolerances[name]
-        for sample, error_R in enumerate(of_samples):
-            if not len(error_R):
-                continue  # an empty response
+        for sample, error_R in ((at, of_one) for at, of_one in enumerate(of_samples) if len(of_one)):
             token, num_tokens = int(error_R.argmax()), len(error_R)
             error, mean, mean_tolerance = error_R[token].item(), error_R.mean().item(), tolerance.of_mean(num_tokens)
             max_error = max(max_error, error)
