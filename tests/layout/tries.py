@@ -76,7 +76,7 @@ def batch_of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Batch:
 def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False) -> Batch:
     """Tries: a sequence starts afresh or branches off an earlier one; few token ids make it share deeply.
 
-    Identical sequences, strict prefixes of others, single-token prompts and single-token responses all occur.
+    Identical sequences, strict prefixes of others, prompts of one token and empty responses (but the first) all occur.
     """
     token = st.integers(0, draw(st.integers(0, 3)))
     sequences: list[tuple[int, ...]] = []
@@ -85,7 +85,7 @@ def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False)
         stem = parent[: draw(st.integers(0, len(parent)))]
         tail = draw(st.lists(token, min_size=max(0, 2 - len(stem)), max_size=6))
         sequences.append((*stem, *tail))
-    prompt_lengths = tuple(draw(st.integers(1, len(sequence))) for sequence in sequences)
+    prompt_lengths = tuple(draw(st.integers(1, len(tokens) - (not at))) for at, tokens in enumerate(sequences))
     classes = None
     if with_classes:
         classes = tuple(draw(st.lists(st.integers(0, 2), min_size=len(sequences), max_size=len(sequences))))
@@ -119,7 +119,7 @@ def tries(draw: st.DrawFn) -> Batch:
             ][: 14 // (root + 1)]
         for stem in stems:
             whole = (*stem, *draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))
-            prompt = draw(st.integers(1, len(whole)))
+            prompt = draw(st.integers(1, len(whole) - (not pairs)))
             pairs.append((whole[:prompt], whole[prompt:]))
     return batch_of(*draw(st.permutations(pairs)))
 
