@@ -9,7 +9,7 @@ from benchmarks.batches import make_batch
 from tensordict import TensorDict
 
 from tests.precision import BF16, GPU_SIZES, SMOOTH_LOSS, error_of, pooled
-from tests.support import actor_loss, clone, group, make_engine, run_reference, save_tiny_model
+from tests.support import actor_loss, clone, group, make_engine, old_outputs, run_reference, save_tiny_model, update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
@@ -41,6 +41,15 @@ def test_the_error_of_carried_groups_is_that_of_whole_groups(tmp_path: Path, opt
     expected = pooled(found[4096])
     worse = {name: error / expected[name] for name, error in pooled(found[480]).items()}
     assert max(worse.values()) <= 1.05, worse
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_compiled_updated_log_probs_are_the_old_ones_else_the_first_steps_kl_is_not_0(tmp_path, strategy: str) -> None:
+    path = save_tiny_model(tmp_path, **{**GPU_SIZES, "hidden_size": 2560, "intermediate_size": 9728})
+    engine = make_engine(path, strategy=strategy, engine={**BF16, "compile_layers": True})
+    old = old_outputs(engine, two_groups(4096))["log_probs"]
+    new = update(engine, two_groups(4096), LOSS, return_model_output=True).outputs["log_probs"]
+    assert all(map(torch.equal, new, old))
 
 
 def peak_bytes(engine: Any, batch: TensorDict) -> tuple[float, dict]:

@@ -102,8 +102,8 @@ def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     FSDP2 hands a layer views of its inputs, and in a recomputation the inputs themselves. torch would compile a graph
     for each, and the checkpoint find operators that the forward never ran. So no view is handed on.
     """
-    # Fused kernels would leave out roundings to bf16, and others without gradient than with.
-    compiled = torch.compile(forward, dynamic=True, options={"emulate_precision_casts": True})
+    # Bits are the same without gradient: no rounding to bf16 is left out, and no kernel's order of sums is timed.
+    compiled = torch.compile(forward, dynamic=True, options={"emulate_precision_casts": True, "deterministic": True})
 
     @wraps(forward)
     def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
