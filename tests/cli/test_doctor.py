@@ -133,7 +133,6 @@ def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same
         ("model_engine=no_such_engine", "no_such_engine"),
         (f"{ACTOR}.no_such_key=1", f"Could not override '{ACTOR}.no_such_key'"),
     ],
-    ids=["parse", "interpolation", "group", "key"],
 )
 def test_every_kind_of_wrong_override_is_one_line(override: str, message: str) -> None:
     with pytest.raises(CommandError) as caught:
@@ -158,7 +157,7 @@ def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: li
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes, monkeypatch) -> None:
+def test_a_plugin_that_fails_here_or_there_or_finds_its_place_taken_is_reported(capsys, processes, monkeypatch) -> None:
     """verl says so at DEBUG only, and trains without sharing."""
     _, broken, rival, _ = processes
     (line,) = bad(doctor.process_lines(broken))
@@ -167,19 +166,16 @@ def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes, mon
     line = line_of(bad(doctor.process_lines(rival)), "plugin verl_pg_plugin")
     assert "rival_plugin.Theirs is already registered as verl's language_model engine for ('cuda'" in line.text
     assert "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin" in line.text
+    monkeypatch.setattr(doctor, "fresh_process", lambda: {**PROCESS})
+    monkeypatch.setattr(doctor, "register", lambda: 1 / 0)
+    assert main(["doctor", "--full"]) == 1
+    assert "verl goes on without it: ZeroDivisionError: division by zero" in capsys.readouterr().out
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     _, line = bad(doctor.process_lines({"error": "Unknown platform 'cpu'"}))
     assert "keeps verl from loading it" in line.text
 
 
-def test_a_plugin_that_fails_beside_the_doctor_alone_is_reported_too(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "fresh_process", lambda: {**PROCESS})
-    monkeypatch.setattr(doctor, "register", lambda: 1 / 0)
-    assert main(["doctor", "--full"]) == 1
-    assert "verl goes on without it: ZeroDivisionError: division by zero" in capsys.readouterr().out
-
-
-def test_packages_outside_the_supported_range_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_outside_the_supported_range_or_without_a_name_are_named(tmp_path: Path, monkeypatch) -> None:
     assert bad(doctor.version_lines()) == []
     old = tmp_path / "transformers-5.6.0.dist-info"
     old.mkdir()
@@ -191,6 +187,9 @@ def test_packages_outside_the_supported_range_are_named(tmp_path: Path, monkeypa
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.99.0\n")
     (line,) = bad(doctor.version_lines())
     assert (line.status, line.fix) == (WARN, f"pip install '{compat.requirements('tested')['transformers']}'")
+    monkeypatch.setattr(compat, "problems", lambda: ["torch 2.20: a.b is gone; needed for c; pip install 'torch<2.14'"])
+    (line,) = bad(doctor.name_lines())
+    assert (line.text, line.fix) == ("torch 2.20: a.b is gone; needed for c", "pip install 'torch<2.14'")
 
 
 def test_a_machine_without_gpu_fails_with_and_without_full(processes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +201,6 @@ def test_a_machine_without_gpu_fails_with_and_without_full(processes, monkeypatc
     assert overrides.taken_kernel("cuda") == [], "said once"
     monkeypatch.setattr(doctor, "gpus", lambda: ["NVIDIA H200, 570.1, 9.0, 143771 MiB"])
     assert bad(doctor.installed_lines()) == []
-
-
-def test_a_name_of_another_package_that_is_gone_fails_with_the_version_to_install(monkeypatch) -> None:
-    monkeypatch.setattr(compat, "problems", lambda: ["torch 2.20: a.b is gone; needed for c; pip install 'torch<2.14'"])
-    (line,) = bad(doctor.name_lines())
-    assert (line.text, line.fix) == ("torch 2.20: a.b is gone; needed for c", "pip install 'torch<2.14'")
 
 
 def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +225,6 @@ def test_environment_variables_that_put_another_engine_in_force_are_named(proces
 @pytest.mark.parametrize(
     ("script", "error"),
     [("import os; os.kill(os.getpid(), 9)", "ended with -9"), ("import time; time.sleep(60)", "more than 1 s")],
-    ids=["killed", "hanging"],
 )
 def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "SCRIPT", "print('noise'); print('{\"device\": \"cpu\"}')")
@@ -302,7 +294,6 @@ def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: 
         ([f"{BUDGET}=1200", f"{ACTOR}.ulysses_sequence_parallel_size=2"], OK, "holds it whole"),
         ([f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"], OK, "which read the prefix KV"),
     ],
-    ids=["split", "never", "two GPUs share a sequence", "fixed"],
 )
 def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carried(packed, asked, state, said) -> None:
     line = line_of(group_lines(compose_config([*packed, *asked])), "update")
