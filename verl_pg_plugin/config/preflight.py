@@ -19,7 +19,7 @@ from pathlib import Path
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
-from verl.utils.config import validate_config
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_pg_plugin import compat
 from verl_pg_plugin.architectures import steady_length
@@ -77,8 +77,8 @@ def preflight(config: DictConfig, *, asks_verl: bool = False) -> list[Issue]:
     found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
     found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
     found = [issue for issue in found if not _follows(config, issue, found)]
-    if asks_verl and all(issue.is_warning for issue in found):
-        found += _verls_validation(config)
+    if all(issue.is_warning for issue in found):
+        found += _verls_validation(config, asks_verl)
     return sorted(found, key=lambda issue: issue.is_warning)
 
 
@@ -274,14 +274,18 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             yield Issue(f"{key}={prompts}", why, f"{key}={more}, or {n}={answers}")
 
 
-def _verls_validation(config: DictConfig) -> Iterator[Issue]:
-    """The error that verl's validation of this config ends with, if it does."""
+def _verls_validation(config: DictConfig, whole: bool) -> Iterator[Issue]:
+    """The error that verl's validation ends with, if it does: of teachers, as workers would find, and of the whole."""
     validate, roles = inspect.unwrap(validate_config), rules.roles_of(config)  # without the hook of verl's entry point
     try:
+        if OmegaConf.select(config, "distillation.enabled"):
+            omega_conf_to_dataclass(config.distillation)
         with redirect_stdout(io.StringIO()):  # it says that all is well
-            validate(config, REF in roles, CRITIC in roles)
+            if whole:
+                validate(config, REF in roles, CRITIC in roles)
     except ImportError:
         pass  # of a package that the rollout needs, which has been said where it is certain
     except Exception as error:  # the run would end with it
-        why = f"verl's own validation refuses it: {type(error).__name__}: {' '.join(str(error).split())}"
+        root = error.__cause__ or error
+        why = f"verl's own validation refuses it: {type(root).__name__}: {' '.join(str(root).split())}"
         yield Issue("", why, "change what it names")

@@ -34,11 +34,13 @@ class SamplingParams:
     top_p: float = 1.0  # no filter at 1
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
-    prompt_logprobs: int | None = None  # what the model says of the prompt: 0 for its own tokens, K for the K likeliest
+    prompt_logprobs: int | None = None  # 0, as verl asks a teacher: those of the prompt's own tokens
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"{self}: set max_tokens >= 1, temperature >= 0 (greedy), 0 < top_p <= 1 (every token)")
+        if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1 or self.prompt_logprobs:
+            raise ValueError(
+                f"{self}: set max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, prompt_logprobs=0 or none"
+            )
 
     @classmethod
     def from_dict(cls, sent: Mapping[str, Any]) -> SamplingParams:
@@ -94,7 +96,7 @@ def generate(
         never = [model.config.image_token_id, model.config.video_token_id]
     for request, completion in zip(requests, completions, strict=True):
         if request.params.prompt_logprobs is not None:
-            completion.of_prompt = read_prompt(model, request, request.params.prompt_logprobs)
+            completion.of_prompt = read_prompt(model, request)
     logits_BLV, cache, mask_BK, position_B = _prefill(model, requests)
     logits_BV = logits_BLV[:, -1]
     params = [request.params for request in requests]
@@ -111,27 +113,21 @@ def generate(
             return completions
         mask_BK = F.pad(mask_BK, (0, 1), value=1)
         position_B1 = position_B.unsqueeze(1)
-        output = model(
-            input_ids=token_B.unsqueeze(1),
-            attention_mask=mask_BK,
-            position_ids=position_B1.expand(3, -1, -1) if mrope else position_B1,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        places = {"attention_mask": mask_BK, "position_ids": position_B1.expand(3, -1, -1) if mrope else position_B1}
+        output = model(input_ids=token_B.unsqueeze(1), **places, past_key_values=cache, use_cache=True)
         logits_BV, position_B = output.logits[:, -1], position_B + 1
 
 
-def read_prompt(model: PreTrainedModel, request: Request, k: int) -> dict[str, list[list[Any]]]:
-    """``prompt_ids`` and ``prompt_logprobs`` as verl's teachers return them: a line of max(k, 1) for each prompt token.
+def read_prompt(model: PreTrainedModel, request: Request) -> dict[str, list[list[Any]]]:
+    """``prompt_ids`` and ``prompt_logprobs`` as verl's teachers return them: a line of one for each prompt token.
 
-    Line t is about token t + 1: that token (k = 0) or the k likeliest in its place, and log-probs of the model's own
-    distribution (nats). The last line is zero, since nothing follows.
+    Line t is about token t + 1, with log-probs of the model's own distribution (nats). The last line is zero, since
+    nothing follows.
     """
     log_probs_LV = _prefill(model, [request], logits_to_keep=0)[0][0, :-1].float().log_softmax(-1)
-    own_L1 = torch.tensor(request.prompt_ids[1:], dtype=torch.int64).unsqueeze(1)
-    ids_LK = log_probs_LV.topk(k).indices if k else own_L1
-    found = {"prompt_ids": ids_LK, "prompt_logprobs": log_probs_LV.gather(1, ids_LK)}
-    return {name: F.pad(values_LK, (0, 0, 0, 1)).tolist() for name, values_LK in found.items()}
+    ids_L1 = torch.tensor(request.prompt_ids[1:], dtype=torch.int64).unsqueeze(1)
+    found = {"prompt_ids": ids_L1, "prompt_logprobs": log_probs_LV.gather(1, ids_L1)}
+    return {name: F.pad(values_L1, (0, 0, 0, 1)).tolist() for name, values_L1 in found.items()}
 
 
 def _prefill(
