@@ -71,7 +71,7 @@ def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus) ->
     assert errors(config_of(WORKING[name], **SHARED)) == []
 
 
-TEACHER = "distillation.teacher_models.teacher_model.model_path"
+TEACHER = "distillation.teacher_models.teacher_model"
 TOP_K = "distillation.enabled=True distillation.distillation_loss.loss_mode=forward_kl_topk"
 REFUSED: list[tuple[str, str, str]] = [
     # overrides, the last of which is named, part of the cause, part of the fix
@@ -113,11 +113,12 @@ REFUSED: list[tuple[str, str, str]] = [
     ("data.val_files=[] data.prompt_key=question", "has no column 'question'; it has prompt", "prompt_key=prompt"),
     ("reward.custom_reward_function.path=/gone.py", "no such file", "=<file>"),
     (f"{ROLLOUT}.agent.agent_loop_config_path=gone.yaml", "no such file", "=<file>"),
-    (f"distillation.enabled=True {TEACHER}=/gone", "no such folder", "=<folder>"),
+    (f"distillation.enabled=True {TEACHER}.model_path=/gone", "no such folder", "=<folder>"),
     (f"{MODEL}.use_remove_padding=packed", "is not a boolean", ""),
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),
     (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "have the probabilities", "=False"),
-    (f"{TOP_K} {MODEL}.use_fused_kernels=True", "never have the logits that forward_kl_topk reads", "=False"),
+    (TOP_K, "no teacher on hf for its likeliest tokens", "=k3"),
+    (f"{TOP_K} {TEACHER}.inference.name=vllm {MODEL}.use_fused_kernels=True", "never have the logits that", "=False"),
     ("prefix_grouper.attention_kernel=flash_attn_2", "needs a cuda device", "=auto"),
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", "verl ignores", "++"),
     (f"{REF}.fsdp_config.use_prefix_grouper=False", "must follow", "=True"),
@@ -133,11 +134,6 @@ def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(overrides, 
     assert issue.key == overrides.split()[-1].lstrip("+").partition("=")[0]
     assert why in issue.why
     assert fix in issue.fix
-
-
-def test_what_verl_says_of_teachers_in_its_workers_is_said_before_they_start(config_of) -> None:
-    (issue,) = errors(config_of(f"{TOP_K} {TEACHER}=hub/id"))
-    assert "does not support inference engine hf" in issue.why
 
 
 def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_config, monkeypatch, caplog) -> None:

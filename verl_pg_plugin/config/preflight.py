@@ -19,7 +19,7 @@ from pathlib import Path
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
-from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.config import validate_config
 
 from verl_pg_plugin import compat
 from verl_pg_plugin.architectures import steady_length
@@ -37,7 +37,7 @@ from verl_pg_plugin.config.keys import (
     USE_REMOVE_PADDING,
     VEOMNI,
 )
-from verl_pg_plugin.config.machine import count_of, machine_issues, read_checkpoint
+from verl_pg_plugin.config.machine import TEACHERS, count_of, machine_issues, read_checkpoint
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode, mode_of
 from verl_pg_plugin.config.options import option_issues
 from verl_pg_plugin.issue import ConfigError, Issue
@@ -77,8 +77,8 @@ def preflight(config: DictConfig, *, asks_verl: bool = False) -> list[Issue]:
     found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
     found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
     found = [issue for issue in found if not _follows(config, issue, found)]
-    if all(issue.is_warning for issue in found):
-        found += _verls_validation(config, asks_verl)
+    if asks_verl and all(issue.is_warning for issue in found):
+        found += _verls_validation(config)
     return sorted(found, key=lambda issue: issue.is_warning)
 
 
@@ -230,7 +230,7 @@ def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
 
 
 def _counts(config: DictConfig) -> Iterator[Issue]:
-    """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
+    """Words and zeros where verl counts, and rollout engines that are not named or not for a loss: verl fails late."""
     least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
     counts = "trainer.n_gpus_per_node", "trainer.nnodes", f"{ROLLOUT}.n"
     least |= dict.fromkeys((*counts, f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.{SP_SIZE}"), (1, "number"))
@@ -248,8 +248,12 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
             fits = -(-(longest - 1) * count_of(config, key) // budget)
             yield Issue(f"{key}={count_of(config, key)}", why, f"{key}={fits}", is_warning=True)
     if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
-        fix = f"{ROLLOUT}.name=vllm, or sglang, or hf on a CPU"
-        yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", fix)
+        yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", f"{ROLLOUT}.name=vllm, sglang, or hf on a CPU")
+    teachers = OmegaConf.select(config, TEACHERS) or ()
+    on_hf = all(OmegaConf.select(config, f"{TEACHERS}.{name}.inference.name") == "hf" for name in teachers)
+    top_k = OmegaConf.select(config, loss := "distillation.distillation_loss.loss_mode") == "forward_kl_topk"
+    if OmegaConf.select(config, "distillation.enabled") and top_k and on_hf:
+        yield Issue(f"{loss}=forward_kl_topk", "verl asks no teacher on hf for its likeliest tokens", f"{loss}=k3")
 
 
 def _divisors(config: DictConfig) -> Iterator[Issue]:
@@ -274,18 +278,14 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             yield Issue(f"{key}={prompts}", why, f"{key}={more}, or {n}={answers}")
 
 
-def _verls_validation(config: DictConfig, whole: bool) -> Iterator[Issue]:
-    """The error that verl's validation ends with, if it does: of teachers, as workers would find, and of the whole."""
+def _verls_validation(config: DictConfig) -> Iterator[Issue]:
+    """The error that verl's validation of this config ends with, if it does."""
     validate, roles = inspect.unwrap(validate_config), rules.roles_of(config)  # without the hook of verl's entry point
     try:
-        if OmegaConf.select(config, "distillation.enabled"):
-            omega_conf_to_dataclass(config.distillation)
         with redirect_stdout(io.StringIO()):  # it says that all is well
-            if whole:
-                validate(config, REF in roles, CRITIC in roles)
+            validate(config, REF in roles, CRITIC in roles)
     except ImportError:
         pass  # of a package that the rollout needs, which has been said where it is certain
     except Exception as error:  # the run would end with it
-        root = error.__cause__ or error
-        why = f"verl's own validation refuses it: {type(root).__name__}: {' '.join(str(root).split())}"
+        why = f"verl's own validation refuses it: {type(error).__name__}: {' '.join(str(error).split())}"
         yield Issue("", why, "change what it names")

@@ -119,10 +119,9 @@ def generate(
 
 
 def read_prompt(model: PreTrainedModel, request: Request) -> dict[str, list[list[Any]]]:
-    """``prompt_ids`` and ``prompt_logprobs`` as verl's teachers return them: a line of one for each prompt token.
+    """``prompt_ids`` and ``prompt_logprobs`` as verl's teachers return them: a list of one for each prompt token.
 
-    Line t is about token t + 1, with log-probs of the model's own distribution (nats). The last line is zero, since
-    nothing follows.
+    Line t is about token t + 1, in nats of the model's own distribution. The last is zero, since nothing follows.
     """
     log_probs_LV = _prefill(model, [request], logits_to_keep=0)[0][0, :-1].float().log_softmax(-1)
     ids_L1 = torch.tensor(request.prompt_ids[1:], dtype=torch.int64).unsqueeze(1)
