@@ -89,6 +89,7 @@ def test_what_an_agent_loop_sends_is_understood() -> None:
 
 
 BAD = {"repetition_penalty": 1.1, "min_p": 0.1, "stop": ["x"], "max_tokens": 0, "temperature": -1.0, "top_p": 0.0}
+BAD |= {"prompt_logprobs": 3}
 
 
 @pytest.mark.parametrize("name", BAD)
