@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 logger = logging.getLogger(__name__)
+GROUPS_CUT = "groups stay as dispatch cuts them, which costs sharing"
 
 
 def register() -> None:
@@ -54,27 +55,27 @@ def register() -> None:
 
 def _keep_groups() -> None:
     """In the process of the trainer, and in those that import its module for something else."""
-    with _or_warn():
+    with _or_warn(GROUPS_CUT):
         from verl_pg_plugin.trainer import keep_groups, verls_trainers  # what other processes need not load
 
         for trainer_cls in verls_trainers():
-            with _or_warn():
+            with _or_warn(GROUPS_CUT):
                 keep_groups(trainer_cls)
 
 
 def _engage_before_run() -> None:
     """In the process of an entry point that is not verl's own."""
-    with _or_warn():
+    with _or_warn("runs of recipes are not checked before they start, and the flag may do nothing in them"):
         upstream.call_before("verl.trainer.main_ppo.run_ppo", _engage_or_exit)
 
 
 @contextmanager
-def _or_warn() -> Iterator[None]:
-    """An import of verl's must not fail for it: without the patch groups stay as dispatch cuts them."""
+def _or_warn(consequence: str) -> Iterator[None]:
+    """An import of verl's must not fail for what this verl has changed."""
     try:
         yield
     except (upstream.UpstreamChangedError, ImportError) as error:
-        logger.warning("verl_pg_plugin: trainers of this verl are left alone: %s", error)
+        logger.warning("verl_pg_plugin: %s: %s", consequence, error)
 
 
 def _engage_or_exit(config: DictConfig) -> None:

@@ -29,7 +29,7 @@ def _run(config: DictConfig) -> None:
     auto_set_device(config)
     engage_or_exit(config, from_ours=True)
     run_ppo = inspect.unwrap(verls.run_ppo)  # without the hook that would ask all again
-    if config.trainer.get("use_v1"):  # a verl with one kind of trainers has no such key
+    if config.trainer.use_v1:
         run_ppo(config, verls.TaskRunnerV1)
     else:
         from verl.trainer.main_ppo_v0 import TaskRunner

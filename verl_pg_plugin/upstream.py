@@ -1,4 +1,4 @@
-"""Every change to a function or class of other people's that stays or is theirs to call, and nothing else.
+"""Every patch of a function or class of another package, and nothing else.
 
 Objects are changed where they are built: the head of one model and the config of one engine in ``engine/``. Names are
 entered into verl's registries where they belong (``cpu/__init__.py``).

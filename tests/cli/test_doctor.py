@@ -103,12 +103,13 @@ def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(c
 
 def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, packed, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "fresh_process", lambda: PROCESS)
-    asked = ["+prefix_grouper.logits_chunk_size=abc", f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable_train=True"]
+    key = f"{MODEL}.fused_kernel_options.impl_backend"
+    asked = ["+prefix_grouper.logits_chunk_size=abc", f"{MODEL}.use_fused_kernels=True", f"{key}=cutlass"]
     assert main(["doctor", *packed, *asked]) == 1
     lines = capsys.readouterr().out.splitlines()
-    (place,) = (i for i, line in enumerate(lines) if f"{MODEL}.mtp.enable_train=True" in line)
+    (place,) = (i for i, line in enumerate(lines) if f"{key}=cutlass" in line)
     assert lines[place].startswith("  FAIL")
-    assert lines[place + 1] == f"        fix: {MODEL}.mtp.enable_train=False"
+    assert lines[place + 1] == f"        fix: {key}=torch"
     assert any("++prefix_grouper.logits_chunk_size=abc: is not an integer" in line for line in lines)
     assert lines[-1] == "prefix sharing: not ready (2 problems)"
 

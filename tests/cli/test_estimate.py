@@ -134,7 +134,7 @@ def test_models_that_are_not_there_or_do_not_share_are_named(estimate: Estimate,
     dropout = Qwen3Config(num_hidden_layers=2, attention_dropout=0.1, architectures=["Qwen3ForCausalLM"])
     experts = Qwen3MoeConfig(num_hidden_layers=2, num_experts_per_tok=0, architectures=["Qwen3MoeForCausalLM"])
     for config, why in (
-        (dropout, "packed mode does not run it: the model's config says attention_dropout=0.1"),
+        (dropout, "attention_dropout=0.0: the model's config says attention_dropout=0.1"),
         (experts, "qwen3_moe has experts, and its config says neither num_experts_per_tok"),
     ):
         config.save_pretrained(tmp_path)

@@ -52,7 +52,6 @@ LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     ({"auto_map": OWN, "model": {"trust_remote_code": True}}, "a model class of its own", True),
     ({"model": {"use_liger": True}}, "Liger", True),
     ({"config": {"qat": {"enable": True}}}, "quantization-aware training (qat)", True),
-    ({"model": {"tiled_mlp": {"enabled": True}}}, "tiled MLP", True),
     ({"model_type": "granitemoe"}, "granitemoe have experts of their own", True),
     ({"model_type": "starcoder2"}, "1.19 times as far from float32", True),
 ]

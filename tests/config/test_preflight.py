@@ -71,7 +71,7 @@ def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus) ->
     assert errors(config_of(WORKING[name], **SHARED)) == []
 
 
-TEACHER = "distillation.teacher_models.teacher_model"
+BESIDE, TEACHER = "distillation.teacher_models", "distillation.teacher_models.teacher_model"
 TOP_K = "distillation.enabled=True distillation.distillation_loss.loss_mode=forward_kl_topk"
 REFUSED: list[tuple[str, str, str]] = [
     # overrides, the last of which is named, part of the cause, part of the fix
@@ -118,6 +118,7 @@ REFUSED: list[tuple[str, str, str]] = [
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),
     (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "have the probabilities", "=False"),
     (TOP_K, "no teacher on hf for its likeliest tokens", "=k3"),
+    (f"+{BESIDE}.a.inference.name=vllm +{BESIDE}.b.inference.name=hf {TOP_K}", "no teacher on hf", "=k3"),
     (f"{TOP_K} {TEACHER}.inference.name=vllm {MODEL}.use_fused_kernels=True", "never have the logits that", "=False"),
     ("prefix_grouper.attention_kernel=flash_attn_2", "needs a cuda device", "=auto"),
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", "verl ignores", "++"),
@@ -153,7 +154,7 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     short = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=64"
     check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {short}"))
     assert "holds 64 tokens, and a sequence of more, of up to" in caplog.text
-    assert "attention over shared prefixes replaces sdpa and flash_attention_2" in caplog.text
+    assert "attention over shared prefixes runs in its place" in caplog.text
     assert "nothing is offloaded" in caplog.text
 
 

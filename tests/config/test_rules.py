@@ -25,12 +25,11 @@ NEXT, VL = f"{MODEL}.path={{models}}/qwen3_next", f"{MODEL}.path={{models}}/qwen
 FUSED, COMPILED = f"{MODEL}.use_fused_kernels=True", "++prefix_grouper.compile_layers=True"
 BACKEND, UNPADDED = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.use_remove_padding=False"
 VISION = f"{MODEL}.override_config.attn_implementation"
-QAT, TRAINED_HEADS = f"{ACTOR}.fsdp_config.qat", f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_train=True"
+QAT = f"{ACTOR}.fsdp_config.qat"
 KEY_HEADS = f"{MODEL}.override_config.linear_num_key_heads"
 
 REFUSED: list[tuple[Mode, str, str, str, str]] = [
     # mode, overrides, setting (that of the override where it is empty), part of the cause, part of the fix
-    *((mode, TRAINED_HEADS, "", "multi-token", "_train=False") for mode in (PACKED, PADDED)),
     (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "for weights alone", f"{QAT}.mode=w4a16"),
     (PADDED, f"{QAT}.enable=True", "", "in padded groups", f"{QAT}.enable=False"),
     (PACKED, f"{MODEL}.lora_rank=8 {COMPILED}", "", "each adapter of LoRA a unit", "=False"),

@@ -22,7 +22,6 @@ KEY = f"{ACTOR}.veomni"
 REFUSED: list[tuple[str, str, str]] = [
     # override, part of the cause, part of the fix
     (f"{KEY}.expert_parallel_size=2", "several GPUs", "=1"),
-    (f"{KEY}.qat_implementation=fp8", "quantization-aware", "=none"),
     (f"{KEY}.enable_fsdp_offload=True", "offload of weights", "=False"),
     (f"{REF}.veomni.enable_async_activation_offload=True", "prefix_grouper.activations", "=False"),
     (f"{MODEL}.lora_rank=4", "no LoRA", "lora_rank=0"),

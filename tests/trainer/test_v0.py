@@ -177,7 +177,7 @@ def test_an_update_that_calls_its_parents_is_counted_once(config: DictConfig) ->
 
     trainer = keep_groups(CallsParent)(config)
     trainer.fit(make_batch("aabb", [7] * 4))
-    assert trainer.gained_tokens.tolist() == [4.0, 4.0]
+    assert trainer._pg_tokens.tolist() == [4.0, 4.0]
 
 
 def test_a_loop_that_never_balances_is_warned_about_once(config: DictConfig, caplog) -> None:

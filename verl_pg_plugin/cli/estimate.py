@@ -75,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
     from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
     config = load(AutoConfig, args.model)
-    if issues := architecture_issues(config, trust_remote_code=False):
-        raise CommandError(f"--model {args.model}: packed mode does not run it: {issues[0].why}")
+    for issue in architecture_issues(config, trust_remote_code=False):
+        if not issue.fix:
+            raise CommandError(f"--model {args.model}: packed mode does not run it: {issue.why}")
+        sys.stdout.write(f"a run needs {issue.fix}: {issue.why}\n")
     module = text_skeleton(config)
     try:
         flops = ModelFlops.of(module)
@@ -136,7 +138,7 @@ def answer(rows: list[dict[str, Any]], args: argparse.Namespace, gib: float) -> 
     if not best["fits"]:
         least = f"the smallest takes {min(row['peak_gib'] for row in rows):.1f} GiB"
         return [removed, f"no budget fits into this memory, {least}: more --gpus, or a Ulysses group"]
-    share, update = best["sharing_alone"][1], best["update"]
+    share, update = best["sharing_alone"], best["update"]
     step = "step" if args.gen_seconds else "step without generation"
     gain = f"{step} {best['step']:.2f}x as fast; update {update:.2f}x, of which sharing alone gives {share:.2f}x and "
     gain += f"compiled layers {update / share:.2f}x"
@@ -152,7 +154,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     cells: list[tuple[str, ...]] = [(*titles, "step", "level", "GiB", "host GiB", "fits")]
     for row in rows:
         budget = f"{row['budget']}{' (verl)' if row['budget'] == VERLS_BUDGET else ''}"
-        speeds = [row["dedup_ratio"], row["flop_ratio"], row["old_log_prob"], row["sharing_alone"][1], row["update"]]
+        speeds = [row["dedup_ratio"], row["flop_ratio"], row["old_log_prob"], row["sharing_alone"], row["update"]]
         speedups = (f"{speed:.2f}x" for speed in (*speeds, row["step"]))
         memory = row["level"], f"{row['peak_gib']:.1f}", f"{row['host_gib']:.1f}", "yes" if row["fits"] else "no"
         cells.append((budget, str(row["micro_batches"]), f"{row['physical_tokens']:,}", *speedups, *memory))

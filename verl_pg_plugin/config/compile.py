@@ -28,7 +28,6 @@ def layer_compilation(engine: Engine) -> tuple[bool, str]:
     wraps = flat and any((engine.get("wrap_policy") or {}).values())
     untested = "compiled layers have not been tested with"
     reasons = (
-        (engine.of_model("tiled_mlp.enabled"), f"{untested} a tiled MLP (tiled_mlp)"),
         (engine.of_model("use_liger"), f"{untested} Liger kernels (use_liger)"),
         (engine.get("qat.enable"), f"{untested} quantization-aware training (qat)"),
         (wraps, "under strategy=fsdp a wrap_policy may make units inside layers, around which torch compiles nothing"),

@@ -83,12 +83,17 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
         yield Issue(setting, why, fix)
 
 
+def teachers_of(config: DictConfig) -> list[str]:
+    """Sections of the teachers that verl asks: it drops the one of its own name beside others."""
+    teachers: Any = OmegaConf.select(config, TEACHERS)
+    if OmegaConf.select(config, "distillation.enabled") is not True or not isinstance(teachers, DictConfig):
+        return []
+    return [f"{TEACHERS}.{name}" for name in map(str, teachers) if name != "teacher_model" or len(teachers) == 1]
+
+
 def _paths(config: DictConfig) -> Iterator[Issue]:
     """Files and folders that are named and not there."""
-    teachers: Any = OmegaConf.select(config, TEACHERS)
-    distills = OmegaConf.select(config, "distillation.enabled") is True and isinstance(teachers, DictConfig)
-    names = [name for name in teachers if name != "teacher_model" or len(teachers) == 1] if distills else []
-    folders = [f"{TEACHERS}.{name}.model_path" for name in names]  # verl drops the entry of that name beside others
+    folders = [f"{teacher}.model_path" for teacher in teachers_of(config)]
     for key in (*FILES, *FILES_BESIDE_VERL, *folders):
         path, kind = OmegaConf.select(config, key), "folder" if key in folders else "file"
         if not isinstance(path, str) or not path or "://" in path or (key in folders and not path.startswith(HERE)):

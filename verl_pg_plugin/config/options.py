@@ -58,12 +58,12 @@ class PrefixGrouperOptions:
     def verify_period(self) -> int | None:
         """Micro-batches from one that is verified to the next; 0 for the first alone, None for none."""
         every = re.fullmatch(_EVERY, self.verify)
-        return int(every[1].replace("n", "100")) if every else {"first": 0}.get(self.verify)
+        return int(every[1]) if every else {"first": 0}.get(self.verify)
 
 
 OPTION_NAMES = tuple(option.name for option in fields(PrefixGrouperOptions))
 
-_EVERY = r"every_(n|[1-9]\d*)"
+_EVERY = r"every_([1-9]\d*)"
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "attention_kernel": tuple(ATTENTION_KERNELS),

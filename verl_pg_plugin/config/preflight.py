@@ -37,7 +37,7 @@ from verl_pg_plugin.config.keys import (
     USE_REMOVE_PADDING,
     VEOMNI,
 )
-from verl_pg_plugin.config.machine import TEACHERS, count_of, machine_issues, read_checkpoint
+from verl_pg_plugin.config.machine import count_of, machine_issues, read_checkpoint, teachers_of
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode, mode_of
 from verl_pg_plugin.config.options import option_issues
 from verl_pg_plugin.issue import ConfigError, Issue
@@ -249,11 +249,11 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
             yield Issue(f"{key}={count_of(config, key)}", why, f"{key}={fits}", is_warning=True)
     if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
         yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", f"{ROLLOUT}.name=vllm, sglang, or hf on a CPU")
-    teachers = OmegaConf.select(config, TEACHERS) or ()
-    on_hf = all(OmegaConf.select(config, f"{TEACHERS}.{name}.inference.name") == "hf" for name in teachers)
     top_k = OmegaConf.select(config, loss := "distillation.distillation_loss.loss_mode") == "forward_kl_topk"
-    if OmegaConf.select(config, "distillation.enabled") and top_k and on_hf:
-        yield Issue(f"{loss}=forward_kl_topk", "verl asks no teacher on hf for its likeliest tokens", f"{loss}=k3")
+    for teacher in teachers_of(config) if top_k else ():
+        if OmegaConf.select(config, engine := f"{teacher}.inference.name") == "hf":
+            why = "verl asks no teacher on hf for its likeliest tokens"
+            yield Issue(f"{loss}=forward_kl_topk, {engine}=hf", why, f"{loss}=k3")
 
 
 def _divisors(config: DictConfig) -> Iterator[Issue]:

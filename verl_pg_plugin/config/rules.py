@@ -41,7 +41,6 @@ VEOMNI_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose files of VeOmni's are held to every sequence alone."""
 VEOMNI_SETTINGS: dict[str, tuple[Any, str]] = {
     "expert_parallel_size": (1, f"expert parallelism needs several GPUs, on which it {NOT_RUN}"),
-    "qat_implementation": ("none", "quantization-aware training is not verified with shared prefixes"),
     "enable_fsdp_offload": (False, f"VeOmni's offload of weights {NOT_RUN}"),
     "enable_async_activation_offload": (False, "levels of ++prefix_grouper.activations stand in for it"),
 }
@@ -89,13 +88,6 @@ def roles_of(config: DictConfig) -> list[str]:
         warnings.simplefilter("ignore")  # verl's ``need_critic`` has one that is meant for one call
         critic = need_critic(config)
     return [ACTOR, *([REF] if need_reference_policy(config) else []), *([CRITIC] if critic else [])]
-
-
-def multi_token_prediction(engine: Engine) -> Iterator[Issue]:
-    """Heads that draft rollouts alone are no engine's; those of the reference policy verl switches off."""
-    if engine.of_model("mtp.enable") and engine.of_model(trained := "mtp.enable_train") and engine.role != REF:
-        why = "multi-token prediction heads read several tokens ahead, across the fork of a group"
-        yield Issue(engine.model_setting(trained), why, f"{engine.model_section}.{trained}=False")
 
 
 def quantization_aware_training(engine: Engine) -> Iterator[Issue]:
@@ -187,7 +179,7 @@ def attn_implementation(engine: Engine) -> Iterator[Issue]:
     asked = engine.of_model("override_config.attn_implementation") or "flash_attention_2"  # verl's default
     runs = engine.device == "cuda" and importlib.util.find_spec("flash_attn") is not None
     if asked not in REPLACED_ATTENTION:
-        why = f"attention over shared prefixes replaces {' and '.join(REPLACED_ATTENTION)}; this one is left out too"
+        why = "attention over shared prefixes runs in its place"
         yield Issue(f"{key}={asked}", why, f"++{key}=sdpa", is_warning=True)
     elif engine.mode is Mode.PACKED and asked == "flash_attention_2" and not runs and _encodes_images(engine):
         why = (
@@ -309,6 +301,6 @@ MACHINE_RULES: tuple[Rule, ...] = (
 )
 """What they find on this machine is no more than a warning where the run's machines are others."""
 RULES: tuple[Rule, ...] = (
-    *(veomni, multi_token_prediction, quantization_aware_training, compiled_layers, fused_kernels, ulysses),
+    *(veomni, quantization_aware_training, compiled_layers, fused_kernels, ulysses),
     *(gradient_checkpointing, padded_groups, *MACHINE_RULES),
 )

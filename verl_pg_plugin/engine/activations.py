@@ -95,8 +95,10 @@ class _LayerCall(Tape):
 
     def put(self, x: Tensor) -> Any:
         x = x.detach()  # what requires grad would hold the graph that holds this call: a cycle that no collector sees
+        if self._copier is None or x.nbytes < SMALLEST:
+            return x
         like = torch.empty_like(x, device="meta")
-        if self._copier is None or x.nbytes < SMALLEST or like.stride() != x.stride():
+        if like.stride() != x.stride():  # it has gaps, and stays on the device
             return x
         self._copies.append(_Copy(x, like, self._copier))
         return self._copies[-1]
@@ -162,7 +164,7 @@ def _parts(x: Tensor, host: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
-    """Bytes for the activations of an update that is about to run; the device's are negative if it has less than none.
+    """Bytes for the activations of an update that is about to run; negative where the device is already too full.
 
     Gradients that ``module`` does not have yet are counted, and what the update takes ``beside`` tokens, as gathered
     weights. Part of the LM head's bytes is needed while layers hold less than at the peak.

@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -142,7 +141,8 @@ class SharedPrefixEngine(FSDPEngine):
         RankError on every rank; what else fails, as verify mode by MismatchError, fails on its rank alone.
         """
         plan = self.plan(data, forward_only)
-        loss_weights = self._count_loss_tokens(plan)
+        of_losses = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}
+        tu.assign_non_tensor(plan.data, sp_size=self.ulysses_sequence_parallel_size, **of_losses)
         if uses_top_k(plan.data):
             tu.assign_non_tensor(plan.data, **{LOSS_OF_LOGITS: loss_function})
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
@@ -163,7 +163,7 @@ class SharedPrefixEngine(FSDPEngine):
         costs.peak_cached_bytes = cache.peak_bytes
         for result in results:
             result["loss"] = result["loss"].item()
-        weigh_means([result["metrics"] for result in results], loss_weights)
+        weigh_means([result["metrics"] for result in results], plan.loss_weights)
         order = plan.data.select("pad_mode", strict=False)
         tu.assign_non_tensor(order, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
         output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], order)
@@ -215,7 +215,7 @@ class SharedPrefixEngine(FSDPEngine):
             if isinstance(part, FSDPModule):  # may be whole behind a forward alone, and is counted in ``gathered``
                 part.reshard()
         rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
-        with rooms as found:  # of ranks that share tokens: they cut them alike
+        with rooms as found:  # under Ulysses ranks that share tokens must cut them alike
             found.append(room_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
         return replace(levels, room=Room(*map(min, zip(*map(astuple, found), strict=True))))
 
@@ -330,16 +330,6 @@ class SharedPrefixEngine(FSDPEngine):
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._autocast_dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
-
-    def _count_loss_tokens(self, plan: Plan) -> list[float]:
-        """Of each micro-batch, over their mean on all ranks; the batch gets the sum by which verl's losses scale."""
-        counted, dp_size = plan.loss_tokens, self.get_data_parallel_size()
-        of_ranks = torch.tensor([plan.data["loss_mask"].sum().item(), counted.sum().item()], device=self._device)
-        dist.all_reduce(of_ranks, group=self.get_data_parallel_group())
-        (scale, total), sp_size = of_ranks.tolist(), self.ulysses_sequence_parallel_size
-        tu.assign_non_tensor(plan.data, sp_size=sp_size, dp_size=dp_size, batch_num_tokens=scale)
-        mean = total / dp_size / len(plan.micro_batches)  # ranks have as many
-        return [float(counted[part.sequences].sum()) / mean if mean else 1.0 for part in plan.micro_batches]
 
 
 class SharedPrefixLanguageModel(SharedPrefixEngine):

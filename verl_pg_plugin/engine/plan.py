@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from verl_pg_plugin.engine.batch import check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import agreement
-from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, build_padded_layout
+from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
@@ -46,8 +46,9 @@ class Plan:
 
     data: TensorDict  # regular
     sequences: Sequences  # the same as numbers on the host
-    loss_tokens: IntArray  # (B,) that the loss counts
     micro_batches: list[PlannedMicroBatch]  # as they run; every rank has as many
+    loss_mask_tokens: float  # of all ranks, by which verl's losses scale
+    loss_weights: list[float]  # tokens that the loss counts in each micro-batch, over their mean on all ranks
     num_split_groups: int
     runs_encoder: bool  # some rank has an image, so every micro-batch runs the vision encoder
     levels: Levels
@@ -58,12 +59,14 @@ _LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]
 
 
 class _RankSummary(NamedTuple):
-    """What a rank tells the others of its groups, which have n micro-batches each, and of its images."""
+    """What a rank tells the others; n are the micro-batches of a group."""
 
     costs: list[FloatArray]  # (n, 2) of the micro-batches as they run, and of the prefills in front of them
     flags: list[np.ndarray]  # (n, 3) of the same: whether there is a prefill, tokens are shared, ancestors are read
     needs_encoder: bool
     free: float  # bytes of its device for activations
+    loss_mask_tokens: float
+    loss_tokens: int
 
 
 def plan_mini_batch(
@@ -104,13 +107,14 @@ def plan_mini_batch(
         has_loss = np.ones_like(loss_tokens) if forward_only else loss_tokens > 0
         cut = partial(cut_for_loss, order, has_loss, limits, weights, forward_only=forward_only, levels=levels)
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
-        ranks.append(_summary(draft, flops, sequences, levels))
+        counts = data["loss_mask"].sum().item(), int(loss_tokens.sum())
+        ranks.append(_summary(draft, flops, sequences, levels, counts))
     numbers = [sum(map(len, rank.costs)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
                 draft = [_laid_out(group, sequences, packed, forward_only) for group in cut(at_least=wanted)]
-            ranks.append(_summary(draft, flops, sequences, levels))
+            ranks.append(_summary(draft, flops, sequences, levels, counts))
 
     if levels.room is not None:
         levels = replace(levels, room=replace(levels.room, device=min(rank.free for rank in ranks)))
@@ -118,7 +122,10 @@ def plan_mini_batch(
     planned = _as_they_run(draft, summaries, dp_rank, sequences, levels, forward_only)
     num_split_groups = sum(len(group) > 1 for group in draft)
     runs_encoder = any(rank.needs_encoder for rank in summaries)
-    return Plan(data, sequences, loss_tokens, planned, num_split_groups, runs_encoder, levels)
+    masked = sum(rank.loss_mask_tokens for rank in summaries)
+    mean = sum(rank.loss_tokens for rank in summaries) / len(summaries) / len(planned)
+    weights_of_loss = [float(loss_tokens[part.sequences].sum()) / mean if mean else 1.0 for part in planned]
+    return Plan(data, sequences, planned, masked, weights_of_loss, num_split_groups, runs_encoder, levels)
 
 
 def _as_they_run(
@@ -151,7 +158,9 @@ def _laid_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forwa
     return running if forward_only else running[::-1]
 
 
-def _summary(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, levels: Levels) -> _RankSummary:
+def _summary(
+    draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, levels: Levels, counts: tuple[float, int]
+) -> _RankSummary:
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]
@@ -160,4 +169,5 @@ def _summary(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, lev
         updates = [FORWARDS_OF_AN_UPDATE * flops.forward([layout]) for layout in layouts]
         costs.append(np.array([updates, prefills]).T)
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
-    return _RankSummary(costs, flags, any(sequences.images), levels.room.device if levels.room else math.inf)
+    free = levels.room.device if levels.room else math.inf
+    return _RankSummary(costs, flags, any(sequences.images), free, *counts)

@@ -150,7 +150,7 @@ class Verifier:
     def choose(self, planned: PlannedMicroBatch, sequences: Sequences, kind: str) -> list[int]:
         """Samples of a micro-batch to verify, asked once of each; ``kind`` is "update" or "forward-only".
 
-        None where it is not its turn, else the one with most attention across a prefix and one of the rest, in turn.
+        Empty where it is not its turn, else the one with most attention across a prefix and one of the rest, in turn.
         """
         self._seen[kind] += 1
         if not self._is_due(planned, kind):

@@ -41,7 +41,7 @@ def kernel_obstacles(device_name: str) -> list[str]:
 
     wrong = Version("3.4") <= Version(triton.__version__) < Version("3.7.1")
     if wrong and find_spec("tilelang") is None and 9 in gpu_generations():
-        why = f"wrong on Hopper with Triton 3.4 to 3.7.1 (here {triton.__version__})"
+        why = f"wrong on Hopper with Triton 3.4 to 3.7.0 (here {triton.__version__})"
         fix = "pip install --no-deps 'triton>=3.7.1', or pip install tilelang"
         return [f"the backward of the gated delta rule is {why}: {fix}"]
     return []

@@ -60,7 +60,7 @@ class Forecast:
     flop_ratio: float  # FLOPs of every sequence alone over those of the packed tokens, were the batch one micro-batch
     old_log_prob: float  # predicted speed-up; the reference policy's log-probs cost what the old ones do
     update: float  # predicted speed-up
-    sharing_alone: tuple[float, float]  # both speed-ups with layers that are not compiled
+    sharing_alone: float  # of the update, with layers that are not compiled
     alone: tuple[float, float]  # price of the two phases by stock verl, in FLOPs
     level: Level  # of the micro-batch of the update that takes most
     kept_gib: float  # what that one keeps on the device for its backward, with what it has cached
@@ -151,7 +151,7 @@ def forecast(
         flop_ratio=float(flops.alone(batch.lengths).sum() / flops.forward([batch.lay_out()])),
         old_log_prob=old_log_prob,
         update=update,
-        sharing_alone=speedups(compiled=False),
+        sharing_alone=speedups(compiled=False)[1],
         alone=(alone[0], alone[1]),
         level=level,
         kept_gib=kept(layout, level) / 2**30,

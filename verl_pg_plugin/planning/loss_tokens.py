@@ -30,7 +30,7 @@ def cut_for_loss(
     """``cut_micro_batches``, in which groups without a loss token join others where those have room.
 
     Neighbours join in runs of an eighth of the limits, by which a micro-batch may exceed them. ``has_loss`` (B,) is by
-    index in the mini-batch.
+    index in the mini-batch. ``at_least`` above 1 is what another rank has, and then there are exactly as many.
     """
     most = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
     group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
@@ -40,7 +40,6 @@ def cut_for_loss(
     others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
     num_tokens = int(joining.num_new.sum())
     is_small = 8 * num_tokens <= most
-    # Another rank may have said how many.
     number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
     if not num_tokens or number > len(others.sequences):
         return cut_micro_batches(order, limits, weights, at_least, **options)

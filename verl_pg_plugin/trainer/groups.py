@@ -43,8 +43,8 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
     """
     if not mode_of(trainer.config).shares_prefixes:
         return
-    if getattr(trainer, "model_flops", None) is None:
-        trainer.model_flops = actor_flops(trainer.config)
+    if not hasattr(trainer, "_pg_flops"):
+        trainer._pg_flops = actor_flops(trainer.config)
     if is_v1 := hasattr(batch, "tags"):
         keys = [key.rsplit("_", 2) for key in batch.keys]  # {uid}_{session}_{place}
         uids = [uid for uid, _, _ in keys]
@@ -61,7 +61,7 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
     group, num_ranks = np.unique(uids, return_inverse=True)[1], max(ranks["actor"]) + 1
     num_mini_batches = trainer._pg_num_mini_batches(trainer, len(uids))
     order = order_by_sessions(group, sessions, places, prompts, responses)
-    price = trainer.model_flops.segments
+    price = trainer._pg_flops.segments
     balance = balance_groups(order, group, responses, price, num_ranks, num_mini_batches)
     lengths = (prompts + responses).tolist()
     partitions = [part.tolist() for part in np.split(balance.order, num_ranks)]
@@ -88,8 +88,7 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
     logical, physical, padding = (f"actor/prefix_grouper/{name}_tokens" for name in ("logical", "physical", "padding"))
     if physical not in metrics:
         return  # nothing was shared
-    if not hasattr(trainer, "model_flops"):
-        trainer.model_flops = None
+    if not hasattr(trainer, "_pg_flops") and not hasattr(trainer, "_pg_tokens"):
         logger.warning(
             "%s updates its actor with a batch that never went through _balance_batch: groups stay as dispatch cuts"
             " them, which costs sharing and no exactness. Set trainer.balance_batch=True, or call "
@@ -103,9 +102,9 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
     counted = np.array([np.mean(metrics[logical]), np.mean(metrics[physical])])
     step, total = getattr(trainer, "global_steps", 0), getattr(trainer, "total_training_steps", None)
     logger.info("step %d/%s: %s", step, total or "?", _in_words(*counted))
-    trainer.gained_tokens = getattr(trainer, "gained_tokens", 0) + counted
+    trainer._pg_tokens = getattr(trainer, "_pg_tokens", 0) + counted
     if total and step >= total:
-        logger.info("shared prefixes, mean over the run: %s", _in_words(*trainer.gained_tokens))
+        logger.info("shared prefixes, mean over the run: %s", _in_words(*trainer._pg_tokens))
 
 
 def _in_words(logical: float, computed: float) -> str:
