@@ -236,8 +236,7 @@ def problems() -> str:
     overrides = [
         "actor_rollout_ref.actor.use_prefix_grouper=True",
         "++prefix_grouper.verify=sometimes",
-        "actor_rollout_ref.model.mtp.enable=True",
-        "actor_rollout_ref.model.mtp.enable_train=True",
+        "actor_rollout_ref.model.lora_rank=-1",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=9",
         "trainer.n_gpus_per_node=8",

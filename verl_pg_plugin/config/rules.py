@@ -217,7 +217,8 @@ def padded_groups(engine: Engine) -> Iterator[Issue]:
     if (verify := engine.option("verify")) not in (None, "off"):
         why = "padded groups have no tokens of a sample alone to compare with"
         yield refuse(f"++{OPTIONS}.verify={verify}", why)
-    if packed_only := [mixer.name for mixer in _mixers(engine) if not mixer.padded_groups]:
+    runs = (mixer for mixer in _mixers(engine) if not mixer.obstacles(engine.hf_config.get_text_config()))
+    if packed_only := [mixer.name for mixer in runs if not mixer.padded_groups]:
         why = f"{', '.join(packed_only)} layers of {engine.hf_config.model_type} share packed tokens only"
         yield refuse(unpadded, why)
     if _encodes_images(engine):
