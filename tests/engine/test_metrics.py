@@ -63,7 +63,7 @@ def told_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int 
         PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.ATTENTION, True, True)
         for members in map(list, indices)
     ]
-    plan = Plan(TensorDict({}, []), SEQUENCES, np.zeros(len(SEQUENCES.lengths)), micro_batches, 0, False, Levels())
+    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, 0, [], 0, False, Levels())
     return mini_batch_metrics([figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs], sp_size, "sdpa")
 
 
