@@ -44,6 +44,14 @@ AUTOGRAD_SETTINGS: dict[str, Any] = {
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
 }
+INDUCTOR_OPTIONS: dict[str, Any] = {
+    # Bits are the same without gradient: no rounding to bf16 is left out, and no kernel's order of sums is timed.
+    "emulate_precision_casts": True,
+    "deterministic": True,
+    # Sums of fewer terms are unrolled: those over a token's experts, of which routers choose up to 10. As a reduction
+    # that is not timed such a sum gets blocks of 8 columns, half of what a read of memory brings.
+    "unroll_reductions_threshold": 11,
+}
 NORMS_BEHIND_THE_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """Of Gemma 2 and 3, OLMo 2, GLM 4 and their kin, whose backward wants the product."""
 
@@ -58,8 +66,8 @@ class LayerCompilerError(RuntimeError):
     """torch could not compile a decoder layer, or would not go on compiling it."""
 
 
-def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
-    """Compile every decoder layer of an unwrapped model in place, when it first runs, and return the layers.
+def compile_layers(module: Any, recomputed: bool = False) -> None:
+    """Compile every decoder layer of an unwrapped model in place, when it first runs.
 
     One by one, so that FSDP can gather and free each one's weights and gradient checkpointing can recompute it.
     Attention stays outside (``attention.interface``), since its index maps differ in every micro-batch, and the last
@@ -81,7 +89,6 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
             layer.__class__ = classes[own]
         else:
             layer.forward = compile_forward(layer.forward)
-    return layers
 
 
 def fix_sizes(layer: nn.Module) -> None:
@@ -102,8 +109,7 @@ def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     FSDP2 hands a layer views of its inputs, and in a recomputation the inputs themselves. torch would compile a graph
     for each, and the checkpoint find operators that the forward never ran. So no view is handed on.
     """
-    # Bits are the same without gradient: no rounding to bf16 is left out, and no kernel's order of sums is timed.
-    compiled = torch.compile(forward, dynamic=True, options={"emulate_precision_casts": True, "deterministic": True})
+    compiled = torch.compile(forward, dynamic=True, options=INDUCTOR_OPTIONS)
 
     @wraps(forward)
     def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
