@@ -42,6 +42,16 @@ def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
         assert max(order.select(of).num_new.sum() for of in places) <= 9 * most / 8
 
 
+def test_a_masked_group_that_does_not_fit_beside_the_others_makes_these_more() -> None:
+    """Stock verl mixes its sequences with others, and has no micro-batch without a loss token either."""
+    for masked, own, most in ((50, 20, 100), (100, 30, 200)):
+        order = batch_of(*[((g, g), (i,) * n) for g, n in enumerate((masked, own)) for i in range(4)]).order()
+        for weights in (None, FREE):
+            plan = members(order, np.repeat([0, 1], 4), MicroBatchLimits(max_tokens=most), weights)
+            assert sorted(np.concatenate(plan)) == [*range(8)]
+            assert all(max(sequences) >= 4 for sequences in plan)
+
+
 def test_a_masked_group_is_a_micro_batch_of_its_own_where_no_other_has_room() -> None:
     order = batch_of(((9,) * 8, (1,)), *[((2,), (i,) * 5) for i in range(3)]).order()
     assert sorted(members(order, np.array([0, 1, 1, 1]), MicroBatchLimits(max_tokens=8), FREE)) == [[0], [1], [2], [3]]
