@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
-from tests.layout.tries import Batch, Key, batch_of, batches, lay_out, part_keys
+from tests.layout.tries import Batch, Key, batch_of, batches, cut_at_cost, lay_out, part_keys
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
@@ -21,7 +21,7 @@ from verl_pg_plugin.attention.op import AttentionOptions, Tape
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.tree import Piece
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
 
 PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))
@@ -89,7 +89,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, wi
             total[rows] = part
         return list(gradients[3:])
 
-    (group,) = cut_micro_batches(batch.order(), MicroBatchLimits(None, most), CacheWeights(), micro_batch_cost=0.0)
+    (group,) = cut_at_cost(batch.order(), MicroBatchLimits(None, most), CacheWeights(), cost=0.0)
     assert len(group) > 1
     for part in lay_out(batch, group, forward_only=False)[::-1]:
         layout = part.layout
