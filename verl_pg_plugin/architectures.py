@@ -98,10 +98,8 @@ MASKS_WITHOUT_POSITIONS = frozenset({"afmoe", "gpt_oss", "opt"})
 CHECKPOINTS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 """Whether a layer checkpoints inside of its ``forward``, behind the hooks of FSDP, as since transformers 5.23."""
 
-
-def fsdp2_recomputes_as_it_ran(torch_version: str = torch.__version__) -> bool:
-    """Whether the recomputation of a layer gets its inputs in the dtype that the forward got them in."""
-    return CHECKPOINTS_FORWARD or Version(torch_version).release >= (2, 13)
+FSDP2_CASTS_AGAIN = CHECKPOINTS_FORWARD or Version(torch.__version__).release >= (2, 13)
+"""Whether the recomputation of a layer gets its inputs in the dtype that the forward got them in."""
 
 
 # --- Can it share prefixes? ------------------------------------------------------------------------------------------

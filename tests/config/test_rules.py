@@ -124,7 +124,7 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, models, mon
     monkeypatch.setattr(rules, "compiler_obstacle", lambda *asked: "no compiler")
     assert errors(config_of(f"{COMPILED} {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2"))[0].why == "no compiler"
     monkeypatch.setattr(rules, "FLOAT32_ANGLE_TYPES", {"qwen3"})
-    monkeypatch.setattr(rules, "fsdp2_recomputes_as_it_ran", lambda: False)
+    monkeypatch.setattr(rules, "FSDP2_CASTS_AGAIN", False)
     (issue,) = errors(config_of(f"{ACTOR}.strategy=fsdp2"))
     assert "rotary angles of another dtype" in issue.why
     assert f"{ACTOR}.strategy=fsdp" in issue.fix

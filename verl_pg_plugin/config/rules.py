@@ -19,7 +19,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran, fused_obstacle, text_skeleton
+from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN, fused_obstacle, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, ATTENTION_KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI
@@ -164,7 +164,7 @@ def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
             yield Issue(f"{offload}=True", why, f"{key}=True, or {offload}=False", is_warning=True)
     elif known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
         yield Issue(f"{key}=True", f"transformers has no gradient checkpointing for {kind}", f"{key}=False")
-    elif engine.role != REF and casts and kind in FLOAT32_ANGLE_TYPES and not fsdp2_recomputes_as_it_ran():
+    elif engine.role != REF and casts and kind in FLOAT32_ANGLE_TYPES and not FSDP2_CASTS_AGAIN:
         why = (
             f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
             "their forward had, so that the first update fails, in stock verl too"
