@@ -49,14 +49,10 @@ VEOMNI_SETTINGS: dict[str, tuple[Any, str]] = {
 
 def check_engine(engine_config: Any, model_config: Any) -> None:
     """Raise ValueError where an engine cannot share prefixes: one line with settings, cause and fix of each error."""
-    if found := engine_errors(Engine.of(engine_config, model_config)):
+    engine = Engine.of(engine_config, model_config)
+    if found := [issue for rule in RULES for issue in rule(engine) if not issue.is_warning]:
         listing = "; ".join(f"{issue.setting}: {issue.why} (fix: {issue.fix})" for issue in found)
         raise ValueError(f"use_prefix_grouper=True: {listing}; or set {USE_PREFIX_GROUPER}=False")
-
-
-def engine_errors(engine: Engine) -> list[Issue]:
-    """Why an engine cannot share prefixes; empty if it can."""
-    return [issue for rule in RULES for issue in rule(engine) if not issue.is_warning]
 
 
 def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
