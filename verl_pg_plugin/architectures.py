@@ -177,8 +177,6 @@ def _random_fields(text: PretrainedConfig) -> list[Issue]:
 def _causal_lm_issues(hf_config: PretrainedConfig) -> list[Issue]:
     mappings = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)  # in verl's order
     model_class = next((mapping[type(hf_config)] for mapping in mappings if type(hf_config) in mapping), None)
-    if isinstance(model_class, (tuple, list)):
-        model_class = model_class[0]
     if model_class is None:
         return [Issue("", f"transformers has no causal language model for {hf_config.model_type!r}")]
     if found := class_issues(model_class) or lm_head_issues(model_class):
