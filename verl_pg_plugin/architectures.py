@@ -46,6 +46,7 @@ REFUSED_TYPES: dict[str, str] = {
     "emu3": "is multimodal (vq_config); only text models and Qwen's with images are supported",
     "mimo_v2_flash": "adds learned attention sinks where keys are wider than values",
     "nemotron": "does not hand keywords of its forward on to attention",
+    "openai_privacy_filter": "adds learned attention sinks to the softmax",
     "phimoe": "draws experts at random in training, so a shared token would draw once for all its responses",
 }
 """Pass every general check and still cannot share prefixes; the test of every type shows that nothing is missing."""
