@@ -17,9 +17,10 @@ from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.op import AttentionOptions, Tape
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.tree import Piece
+from verl_pg_plugin.engine.activations import Tape
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
 
@@ -206,7 +207,7 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
     leaves = tensors.leaves()
     expected = torch.autograd.grad(layer(*leaves).sum(), leaves)
     assert kernel.forward.call_count == 2
-    contexts = (lambda: (Tape(),) * 2) if keeps else noop_context_fn
+    contexts = (lambda: (Tape(None, lambda: None),) * 2) if keeps else noop_context_fn
     out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
     for forwards in (4, 4) if keeps else (6, 8):
         found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
@@ -224,7 +225,7 @@ def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
             out = context.attend_packed(scale * q, k, v, AttentionOptions(0.3))
         return out.sin()
 
-    tape = Tape()
+    tape = Tape(None, lambda: None)
     out = checkpoint(layer, *tensors.leaves(), use_reentrant=False, context_fn=lambda: (tape, tape))
     with pytest.raises(RuntimeError, match="more often when it is recomputed"):
         out.sum().backward()
