@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from itertools import product
 from typing import Any
 
 from verl_pg_plugin import compat, register
+from verl_pg_plugin.attention.kernels import KERNELS, gpus
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, Section, in_columns
 
 NAME = "verl_pg_plugin"
@@ -158,19 +158,8 @@ def _plugin_line(text: str, error: str = "") -> Check:
     return Check(OK, what, text)
 
 
-def gpus() -> list[str]:
-    """Name, driver, compute capability and memory of each GPU; empty where nvidia-smi finds none."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip().splitlines() if result.returncode == 0 else []
-
-
 def kernel_lines() -> list[Check]:
     """Which attention kernels of packed mode are installed, by metadata."""
-    from verl_pg_plugin.attention.kernels import KERNELS
-
     return [
         Check(OK, name, "installed" if spec.installed else f"not installed (optional): {spec.install}")
         for name, spec in KERNELS.items()
