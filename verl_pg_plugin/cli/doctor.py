@@ -36,7 +36,6 @@ REGISTER_FIX = f"correct what it names; {sys.executable} -c 'import {NAME}; {NAM
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``doctor`` to the command line."""
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, and a set of overrides, without starting anything",

@@ -31,7 +31,6 @@ Lengths come from --prompt and --response, from --data and --response, or from -
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``estimate`` to the command line."""
     parser = subparsers.add_parser(
         "estimate",
         help="what sharing would gain on your data: dedup ratio, FLOPs, predicted speed-up by token budget",

@@ -50,14 +50,10 @@ class _Entry(BaseEngine):
 
 
 class PrefixGrouperFSDPEngineWithLMHead(_Entry):
-    """verl's language-model engine, or ours."""
-
     ours, stock = SharedPrefixLanguageModel, FSDPEngineWithLMHead
 
 
 class PrefixGrouperFSDPEngineWithValueHead(_Entry):
-    """verl's value-model engine, or ours."""
-
     ours = SharedPrefixValueModel
     stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
 
@@ -74,8 +70,6 @@ if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where 
     from verl_pg_plugin.engine.veomni import SharedPrefixVeOmniLanguageModel
 
     class PrefixGrouperVeOmniEngineWithLMHead(_Entry):
-        """verl's language-model engine for VeOmni, or ours."""
-
         ours, stock = SharedPrefixVeOmniLanguageModel, VeOmniEngineWithLMHead
 
     _ENTRIES["language_model", VEOMNI] = PrefixGrouperVeOmniEngineWithLMHead
