@@ -3,8 +3,6 @@
 Asked by preflight before Ray starts and by the engines when they have built a model.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

@@ -4,8 +4,6 @@ Gradients are summed in float32, in a fixed order, and rounded once. Where one p
 written once, and those through prefixes that are read in place are added.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar

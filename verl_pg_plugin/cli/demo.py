@@ -1,7 +1,5 @@
 """``demo``: a few steps of GRPO on the CPU by stock verl and in packed mode, and their seconds side by side."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """``doctor``: what verl would run on this machine, what a set of overrides would select, and what is in the way."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

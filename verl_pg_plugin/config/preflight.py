@@ -3,8 +3,6 @@
 What the run asks of this machine is looked at beside it; of other words verl speaks itself.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import logging

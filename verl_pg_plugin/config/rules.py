@@ -3,8 +3,6 @@
 All look at one engine. They are asked before Ray starts and when the engine is built.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Agent loops, load balancing, partial rollouts and weight synchronisation are ver
 run, and be tested, where no inference engine can.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """A mini-batch of verl: checked, read as sequences, selected from and sent to the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from tensordict import TensorDict

@@ -1,7 +1,5 @@
 """Build what an engine runs: choices of a machine, checks, and a transformers model over shared prefixes."""
 
-from __future__ import annotations
-
 import logging
 import platform
 from collections import Counter

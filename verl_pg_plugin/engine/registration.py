@@ -5,8 +5,6 @@ without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/e
 instantiates what it finds, so an entry is a class that makes the engine which the engine config asks for.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Softmax attention, the first mixer: transformers calls ours by name, so no layer is touched."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from transformers import PretrainedConfig

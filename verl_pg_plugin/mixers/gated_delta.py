@@ -5,8 +5,6 @@ through them on the host. With Triton 3.4 to 3.7.0 the gated backward is wrong o
 (https://github.com/fla-org/flash-linear-attention/issues/640), unless tilelang is installed, which fla then takes.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch

@@ -15,8 +15,6 @@ Each mini-batch of each rank is a bin. Whole groups go to bins, the most expensi
 leaves a rank behind their subtrees, change places between the most expensive bin and a cheap one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """Which sequences of a batch meet on a rank and in a mini-batch, in the containers of V1 and V0; what that saved."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
