@@ -57,6 +57,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
+from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.planning.cost import ModelFlops
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     config = transformers.AutoConfig.from_pretrained(model_path)
-    flops = ModelFlops.of_config(config)
+    flops = ModelFlops.of(text_skeleton(config))
     options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy} topk={args.topk}"
     options += f" lora_rank={args.lora_rank}" if args.lora_rank else ""
     options += f" ulysses={args.ulysses}" if args.ulysses > 1 else ""

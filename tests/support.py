@@ -36,7 +36,7 @@ from verl_pg_plugin import register
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions, PrefixGrouperVeOmniEngineConfig
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
-from verl_pg_plugin.planning.loss_tokens import cut_for_loss
+from verl_pg_plugin.planning import micro_batches
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 
 VOCAB = 97
@@ -185,10 +185,11 @@ def make_engine(
 
 def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
     """Let an engine split groups, where they exceed a micro-batch, and carry prefixes however short."""
-    plan, cut = engine.plan, partial(cut_for_loss, micro_batch_cost=4.0)
+    plan = engine.plan
 
     def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
-        with patch.multiple(plan_module, cut_for_loss=cut, cache_weights=lambda levels, forward_only: weights):
+        cheap = patch.object(micro_batches, "MICRO_BATCH_COST", 4.0)
+        with cheap, patch.object(plan_module, "cache_weights", lambda levels, forward_only: weights):
             return plan(data, forward_only)
 
     engine.plan = plan_cheap_micro_batches

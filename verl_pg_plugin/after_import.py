@@ -1,7 +1,5 @@
 """Do something once another package's module has been imported, whoever imports it and whenever."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Asked by preflight before Ray starts and by the engines when they have built a model.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re
@@ -46,6 +44,7 @@ REFUSED_TYPES: dict[str, str] = {
     "emu3": "is multimodal (vq_config); only text models and Qwen's with images are supported",
     "mimo_v2_flash": "adds learned attention sinks where keys are wider than values",
     "nemotron": "does not hand keywords of its forward on to attention",
+    "openai_privacy_filter": "adds learned attention sinks to the softmax",
     "phimoe": "draws experts at random in training, so a shared token would draw once for all its responses",
 }
 """Pass every general check and still cannot share prefixes; the test of every type shows that nothing is missing."""
@@ -98,10 +97,8 @@ MASKS_WITHOUT_POSITIONS = frozenset({"afmoe", "gpt_oss", "opt"})
 CHECKPOINTS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 """Whether a layer checkpoints inside of its ``forward``, behind the hooks of FSDP, as since transformers 5.23."""
 
-
-def fsdp2_recomputes_as_it_ran(torch_version: str = torch.__version__) -> bool:
-    """Whether the recomputation of a layer gets its inputs in the dtype that the forward got them in."""
-    return CHECKPOINTS_FORWARD or Version(torch_version).release >= (2, 13)
+FSDP2_CASTS_AGAIN = CHECKPOINTS_FORWARD or Version(torch.__version__).release >= (2, 13)
+"""Whether the recomputation of a layer gets its inputs in the dtype that the forward got them in."""
 
 
 # --- Can it share prefixes? ------------------------------------------------------------------------------------------
@@ -179,8 +176,6 @@ def _random_fields(text: PretrainedConfig) -> list[Issue]:
 def _causal_lm_issues(hf_config: PretrainedConfig) -> list[Issue]:
     mappings = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)  # in verl's order
     model_class = next((mapping[type(hf_config)] for mapping in mappings if type(hf_config) in mapping), None)
-    if isinstance(model_class, (tuple, list)):
-        model_class = model_class[0]
     if model_class is None:
         return [Issue("", f"transformers has no causal language model for {hf_config.model_type!r}")]
     if found := class_issues(model_class) or lm_head_issues(model_class):

@@ -4,8 +4,6 @@ These names it overrides, patches or reads although they are private. What is me
 by name. These fail later, or change what runs without a word. ``doctor --full`` says what differs.
 """
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 from collections.abc import Container

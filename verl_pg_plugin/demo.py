@@ -3,8 +3,6 @@
 The data set is in verl's RL format; the checkpoint has a character tokenizer.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Callable

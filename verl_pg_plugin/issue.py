@@ -1,7 +1,5 @@
 """What keeps a run from starting, or may spoil it: the setting at fault, why, and what to set instead."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Takes every override of ``python -m verl.trainer.main_ppo``. A run that cannot s
 with a message on stderr and exit code 2, before Ray starts.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 

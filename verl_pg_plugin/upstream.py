@@ -8,8 +8,6 @@ what it replaces is gone or takes other parameters it raises ``UpstreamChangedEr
 function is replaced once per process and for good, or within a block and put back at its end.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

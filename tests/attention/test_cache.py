@@ -84,8 +84,10 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
 
 def test_a_gradient_of_a_state_that_is_missing_in_an_update_is_an_error() -> None:
     access = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[cached(torch.float32)])
+    exchange = StateExchange.of(np.arange(0), publish=np.array([2]), published=np.array([[1]]), device="cpu")
+    found, _ = access.exchange_states(Place(0, "state"), torch.zeros(2, 1, requires_grad=True), exchange)
     with pytest.raises(KeyError, match="name='state', position=2"):
-        access.take_state_gradient(Place(0, "state", 2))
+        found.sum().backward()
 
 
 def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> None:

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
-from tests.layout.tries import Batch, Key, batch_of, batches, lay_out, part_keys
+from tests.layout.tries import Batch, Key, batch_of, batches, cut_at_cost, lay_out, part_keys
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.op import AttentionOptions, Tape
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.tree import Piece
+from verl_pg_plugin.engine.activations import Tape
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
 
 PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))
@@ -89,7 +90,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, wi
             total[rows] = part
         return list(gradients[3:])
 
-    (group,) = cut_micro_batches(batch.order(), MicroBatchLimits(None, most), CacheWeights(), micro_batch_cost=0.0)
+    (group,) = cut_at_cost(batch.order(), MicroBatchLimits(None, most), CacheWeights(), cost=0.0)
     assert len(group) > 1
     for part in lay_out(batch, group, forward_only=False)[::-1]:
         layout = part.layout
@@ -206,7 +207,7 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
     leaves = tensors.leaves()
     expected = torch.autograd.grad(layer(*leaves).sum(), leaves)
     assert kernel.forward.call_count == 2
-    contexts = (lambda: (Tape(),) * 2) if keeps else noop_context_fn
+    contexts = (lambda: (Tape(None, lambda: None),) * 2) if keeps else noop_context_fn
     out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
     for forwards in (4, 4) if keeps else (6, 8):
         found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
@@ -224,7 +225,7 @@ def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
             out = context.attend_packed(scale * q, k, v, AttentionOptions(0.3))
         return out.sin()
 
-    tape = Tape()
+    tape = Tape(None, lambda: None)
     out = checkpoint(layer, *tensors.leaves(), use_reentrant=False, context_fn=lambda: (tape, tape))
     with pytest.raises(RuntimeError, match="more often when it is recomputed"):
         out.sum().backward()

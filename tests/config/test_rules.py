@@ -12,7 +12,7 @@ from verl.workers.config.model import MtpConfig
 from verl_pg_plugin.config import Mode, rules
 from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.preflight import sharing_issues
-from verl_pg_plugin.config.rules import check_engine, engine_errors, engine_of, roles_of
+from verl_pg_plugin.config.rules import RULES, check_engine, engine_of, roles_of
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS
 
@@ -81,7 +81,7 @@ def assert_refused_alike(config: DictConfig, setting: str, why: str, fix: str) -
     """Preflight and the engines of all roles say the same of a setting."""
     before = [issue for issue in errors(config) if why in issue.why]
     engines = [Engine.of(*engine_configs(config, role)) for role in roles_of(config)]
-    inside = [issue for engine in engines for issue in engine_errors(engine)]
+    inside = [issue for engine in engines for rule in RULES for issue in rule(engine) if not issue.is_warning]
     assert before
     assert {issue.why for issue in before} == {issue.why for issue in inside if why in issue.why}
     assert {issue.why for issue in inside} <= {issue.why for issue in errors(config)}, "an engine refuses nothing else"
@@ -124,7 +124,7 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, models, mon
     monkeypatch.setattr(rules, "compiler_obstacle", lambda *asked: "no compiler")
     assert errors(config_of(f"{COMPILED} {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2"))[0].why == "no compiler"
     monkeypatch.setattr(rules, "FLOAT32_ANGLE_TYPES", {"qwen3"})
-    monkeypatch.setattr(rules, "fsdp2_recomputes_as_it_ran", lambda: False)
+    monkeypatch.setattr(rules, "FSDP2_CASTS_AGAIN", False)
     (issue,) = errors(config_of(f"{ACTOR}.strategy=fsdp2"))
     assert "rotary angles of another dtype" in issue.why
     assert f"{ACTOR}.strategy=fsdp" in issue.fix

@@ -78,7 +78,6 @@ def padded(name: str) -> TensorDict:
 BATCHES: dict[str, tuple[TensorDict, str]] = {
     "no_prompts": (make_batch(SAMPLES).exclude("prompts"), r"no prompts.*use_prefix_grouper=False"),
     "no_responses": (make_batch(SAMPLES).exclude("responses"), "no responses"),
-    "float_ids": (with_rows("input_ids", torch.Tensor.float), r"must be integers, got torch.float32; use torch.int64"),
     "padded_ids": (padded("input_ids"), "left_right_2_no_padding"),
     "negative_token": (with_rows("input_ids", lambda row: -row - 1), "token ids must lie in"),
     "mrope_positions": (with_rows("position_ids", lambda row: row.expand(3, -1).T), "do not count 0, 1, 2"),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import settings
@@ -144,9 +145,15 @@ def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> list[list[MicroBatch]]
         "weights": draw(cache_weights),
         "at_least": draw(st.just(1) | st.integers(1, len(batch.sequences))),
         "forward_only": draw(st.booleans()),
-        "micro_batch_cost": draw(st.sampled_from([0.0, 2.0])),
+        "cost": draw(st.sampled_from([0.0, 2.0])),
     } | fixed
-    return cut_micro_batches(batch.order(), **options)
+    return cut_at_cost(batch.order(), **options)
+
+
+def cut_at_cost(*asked: Any, cost: float = 4.0, **options: Any) -> list[list[MicroBatch]]:
+    """``cut_micro_batches`` where a micro-batch costs less than the few tokens of a test."""
+    with patch.object(micro_batches, "MICRO_BATCH_COST", cost):
+        return cut_micro_batches(*asked, **options)
 
 
 @dataclass(frozen=True)

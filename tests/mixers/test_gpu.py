@@ -20,7 +20,7 @@ from tests.mixers.hybrids import save_hybrid, trie_of_depth
 from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of
 from tests.support import Result, actor_loss, group, make_engine, run_reference, splitting
 from verl_pg_plugin.mixers import delta_layer
-from verl_pg_plugin.mixers.delta_layer import Levels, Windows, convolve, delta_rule_over, plain_convolution
+from verl_pg_plugin.mixers.delta_layer import Depths, Windows, convolve, delta_rule_over, plain_convolution
 from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
@@ -74,7 +74,7 @@ def test_the_recurrence_over_a_trie_is_that_of_every_sequence_alone(depth: int) 
     batch = trie_of_depth(depth)
     layout = batch.layout()
     inputs = recurrence_inputs(layout.num_tokens)
-    out = delta_rule_over(Levels.from_layout(layout, "cuda"), fla_rule(), inputs, use_qk_l2norm_in_kernel=True)
+    out = delta_rule_over(Depths.from_layout(layout, "cuda"), fla_rule(), inputs, use_qk_l2norm_in_kernel=True)
     weight = on_gpu(*out.shape, seed=9).float()
     readers = torch.zeros(layout.num_tokens, 1, 1, device="cuda")
     want = [torch.zeros_like(x, dtype=torch.float32) for x in inputs]
@@ -94,7 +94,7 @@ def test_the_recurrence_over_a_trie_is_that_of_every_sequence_alone(depth: int) 
 @with_fla
 def test_the_recurrence_gives_the_same_bits_each_time() -> None:
     layout = trie_of_depth(4).layout()
-    levels, inputs = Levels.from_layout(layout, "cuda"), recurrence_inputs(layout.num_tokens)
+    levels, inputs = Depths.from_layout(layout, "cuda"), recurrence_inputs(layout.num_tokens)
 
     def run() -> list[torch.Tensor]:
         out = delta_rule_over(levels, fla_rule(), inputs, use_qk_l2norm_in_kernel=True)

@@ -30,6 +30,7 @@ from tests.support import (
 )
 from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import architecture_issues, rmpad_fault
+from verl_pg_plugin.attention import kernels
 from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.mixers import MIXERS, count_layers, gated_delta
 from verl_pg_plugin.planning.memory import TokenBytes
@@ -146,13 +147,14 @@ def test_machines_whose_backward_is_wrong_or_missing_are_refused(
 
 
 def test_generations_are_what_nvidia_smi_says_or_torch_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = subprocess.CompletedProcess([], 0, stdout="8.6\n12.0\n")
-    monkeypatch.setattr(gated_delta.subprocess, "run", lambda *args, **kwargs: done)
+    told = "NVIDIA RTX A6000, 570.1, 8.6, 49140 MiB\nNVIDIA RTX 5090, 570.1, 12.0, 32607 MiB\n"
+    done = subprocess.CompletedProcess([], 0, stdout=told)
+    monkeypatch.setattr(kernels.subprocess, "run", lambda *args, **kwargs: done)
     monkeypatch.setattr(gated_delta.torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(gated_delta.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gated_delta.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(gated_delta.torch.cuda, "get_device_capability", lambda gpu: (9, 0))
-    monkeypatch.setattr(gated_delta.shutil, "which", lambda name: name)
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
     assert gated_delta.gpu_generations() == {8, 12}
-    monkeypatch.setattr(gated_delta.shutil, "which", lambda name: None)
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     assert gated_delta.gpu_generations() == {9}

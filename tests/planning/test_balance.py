@@ -14,7 +14,7 @@ from tests.layout.tries import Batch, batches
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning import balance
-from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together, order_by_sessions
+from verl_pg_plugin.planning.balance import Balance, balance_groups, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.order import align
 
@@ -176,9 +176,14 @@ def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(batch: Batc
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(ones) - 1), min_size=1))))
     alone = batch.take(order.sequences[chosen]).order()
     labels = np.minimum(1, alone.num_new)
-    cost, tokens = cost_together(order, ones, price, chosen)
+    together = order.select(chosen)
+    cost = price(together.num_shared, together.num_new, np.minimum(1, together.num_new)).sum()
     assert cost == pytest.approx(price(alone.num_shared, alone.num_new, labels).sum())
-    assert tokens == alone.num_new.sum()
+    assert together.num_new.sum() == alone.num_new.sum()
+    one = balance_groups(order, np.zeros_like(ones), ones, price, num_ranks=1)
+    labels = np.minimum(1, order.num_new)
+    assert one.time == pytest.approx(price(order.num_shared, order.num_new, labels).sum())
+    assert one.num_tokens == order.num_new.sum()
 
 
 # Sessions, places and lengths tell a driver what they share, without a token -----------------------------------------
@@ -223,7 +228,7 @@ def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_sha
     estimated, real = rollouts.estimated(), rollouts.real()
     assert estimated.num_new.sum() == real.num_new.sum()
     groups, *_, responses = np.array(rollouts.columns).T
-    costs = [cost_together(o, responses, FLOPS.segments, np.arange(20))[0] for o in (estimated, real)]
+    costs = [balance_groups(o, groups, responses, FLOPS.segments, num_ranks=1).time for o in (estimated, real)]
     assert costs[0] == pytest.approx(costs[1], rel=1e-3)
     assert groups[estimated.sequences].tolist() == [3] * 10 + [1] * 10, "in the order in which they came"
 

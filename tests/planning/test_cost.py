@@ -14,6 +14,7 @@ from tests.architectures.tiny_configs import tiny_config
 from tests.layout.tries import batch_of
 from tests.mixers import hybrids
 from tests.modalities.tiny_vision import config_of as vision_config
+from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops, visible_pairs
 
@@ -28,7 +29,7 @@ def config(model_type: str, **overrides: object) -> transformers.PretrainedConfi
 
 
 def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> None:
-    flops = ModelFlops.of_config(config("qwen3"))
+    flops = ModelFlops.of(text_skeleton(config("qwen3")))
     assert flops == ModelFlops.of(transformers.AutoModelForCausalLM.from_config(config("qwen3")))
     pairs = (PairCost(4 * 4 * 4 * 3),)
     assert flops == ModelFlops(per_token=2 * 3 * PER_LAYER, per_label=2 * 50 * 16, pairs=pairs)
@@ -41,7 +42,7 @@ def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> Non
 
 
 def test_a_recurrent_layer_costs_its_weights_and_its_state_and_no_pairs() -> None:
-    flops = ModelFlops.of_config(hybrids.config_of("qwen3_5_text", linear_value_head_dim=4))
+    flops = ModelFlops.of(text_skeleton(hybrids.config_of("qwen3_5_text", linear_value_head_dim=4)))
     assert flops.pairs == (PairCost(4 * 4 * 8),)
     keys, values = 2 * 8, 4 * 4
     attention = 32 * 2 * 32 + 2 * 32 * 16 + 32 * 32  # queries and their gate, keys and values, output
@@ -53,7 +54,7 @@ def test_a_recurrent_layer_costs_its_weights_and_its_state_and_no_pairs() -> Non
 def test_a_config_that_asks_for_flash_attn_is_priced_where_it_is_not_installed_and_stays_as_it_was() -> None:
     asked = config("qwen3")
     asked._attn_implementation = "flash_attention_2"
-    assert ModelFlops.of_config(asked) == ModelFlops.of_config(config("qwen3"))
+    assert ModelFlops.of(text_skeleton(asked)) == ModelFlops.of(text_skeleton(config("qwen3")))
     assert asked._attn_implementation == "flash_attention_2"
 
 
@@ -65,7 +66,7 @@ def test_a_config_that_asks_for_flash_attn_is_priced_where_it_is_not_installed_a
     ],
 )
 def test_experts_that_a_token_does_not_visit_do_no_work(model_type: str, sizes: dict[str, int]) -> None:
-    flops = ModelFlops.of_config(config(model_type, **sizes))
+    flops = ModelFlops.of(text_skeleton(config(model_type, **sizes)))
     attention, router, expert = 16 * 16 + 2 * 16 * 8 + 16 * 16, 16 * 8, 3 * 16 * 12
     assert flops.per_token == 2 * 3 * (attention + router + 2 * expert)
 
@@ -81,7 +82,7 @@ def test_experts_of_unknown_number_are_refused_with_the_override_that_names_it()
 
 def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    flops = ModelFlops.of_config(config("gemma2", layer_types=kinds, sliding_window=2))
+    flops = ModelFlops.of(text_skeleton(config("gemma2", layer_types=kinds, sliding_window=2)))
     assert flops.pairs == (PairCost(4 * 4 * 4), PairCost(2 * 4 * 4 * 4, window=2))
     full, seen = 1 + 2 + 3 + 3 + 4, 1 + 2 + 2 + 2 + 2
     assert flops.without_head(LAYOUT) - 5 * flops.per_token == 64 * full + 128 * seen
@@ -91,7 +92,9 @@ def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:
 def test_a_window_without_layer_types_counts_in_every_layer_where_it_is_on(model_type: str) -> None:
     switched_off = {"use_sliding_window": False} if model_type.startswith("qwen") else {}
     for window in (7, None):
-        pairs = ModelFlops.of_config(config(model_type, sliding_window=window, pad_token_id=0, **switched_off)).pairs
+        pairs = ModelFlops.of(
+            text_skeleton(config(model_type, sliding_window=window, pad_token_id=0, **switched_off))
+        ).pairs
         assert [pair.window for pair in pairs] == [None if switched_off else window]
 
 
@@ -104,7 +107,7 @@ def test_lookup_tables_do_no_work_and_a_value_head_runs_on_its_rows() -> None:
 
 
 def test_heads_of_latent_attention_have_two_sizes() -> None:
-    assert ModelFlops.of_config(tiny_config("deepseek_v3")).pairs == (PairCost(2 * (24 + 12) * 4 * 2),)
+    assert ModelFlops.of(text_skeleton(tiny_config("deepseek_v3"))).pairs == (PairCost(2 * (24 + 12) * 4 * 2),)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1), st.none() | st.integers(1, 12))
@@ -125,6 +128,6 @@ def test_patches_cost_what_torch_counts(kind: str) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.model.visual(pixels, grid_thw=torch.tensor(GRIDS))
     patches = np.array([np.prod(grid) for grid in GRIDS])
-    flops, of_text = ModelFlops.of(model), ModelFlops.of_config(config)  # of Qwen3.5's text alone
+    flops, of_text = ModelFlops.of(model), ModelFlops.of(text_skeleton(config))  # of Qwen3.5's text alone
     assert flops.images(patches) == pytest.approx(counter.get_total_flops(), rel=0.02)
     assert replace(flops, vision=None) == replace(of_text, vision=None), "text costs what it costs without an encoder"

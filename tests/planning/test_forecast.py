@@ -19,7 +19,7 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import COMPILED, Forecast, batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
-FLOPS = ModelFlops.of_config(CONFIGS["4b"])
+FLOPS = ModelFlops.of(text_skeleton(CONFIGS["4b"]))
 SIZES = TokenBytes.of(CONFIGS["4b"])
 LEVELS = Levels(sizes=SIZES)
 P, R, N, G = 2048, 256, 8, 4
@@ -97,7 +97,7 @@ def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: f
 
 def test_predictions_are_fitted_to_two_thirds_of_the_cases_of_an_h200_and_judged_on_the_rest(monkeypatch) -> None:
     """The figures that ``estimate`` names for its accuracy."""
-    flops = {name: ModelFlops.of_config(CONFIGS[name]) for name in ("0.6b", "4b", "8b")}
+    flops = {name: ModelFlops.of(text_skeleton(CONFIGS[name])) for name in ("0.6b", "4b", "8b")}
 
     @cache
     def with_speeds(compiled: float, kernel: float, model: str, case: str, activations: str) -> Forecast:

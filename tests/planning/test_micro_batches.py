@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tries import Batch, batch_of, batches, cache_weights, limits_for, num_of_group, plans, tries
+from tests.layout.tries import (
+    Batch,
+    batch_of,
+    batches,
+    cache_weights,
+    cut_at_cost,
+    limits_for,
+    num_of_group,
+    plans,
+    tries,
+)
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
@@ -90,7 +100,7 @@ def test_a_rank_makes_exactly_as_many_micro_batches_as_another_needs(data: st.Da
         "limits": data.draw(limits_for(batch)),
         "weights": data.draw(st.sampled_from([None, FREE, CacheWeights(0.5, 0.5, 0.5), CacheWeights(1.5, 1.5)])),
         "forward_only": data.draw(st.booleans()),
-        "micro_batch_cost": 2.0,
+        "cost": 2.0,
     }
     alone = len(parts_of(data.draw(plans(batch, at_least=1, **fixed))))
     wanted = data.draw(st.integers(alone, len(batch.sequences)))
@@ -170,7 +180,7 @@ def test_one_group_is_cut_into_as_many_micro_batches_as_sequences_in_seconds() -
 def cut_group(max_tokens=None, weights=FREE, at_least=1, max_sequences=None) -> Plan:
     """Of 8 sequences: a prompt of 99 tokens, and 3 of each response."""
     limits = MicroBatchLimits(max_tokens, max_sequences)
-    return cut_micro_batches(GROUP.order(), limits, weights, at_least, micro_batch_cost=4.0)
+    return cut_at_cost(GROUP.order(), limits, weights, at_least)
 
 
 CUTS = {
@@ -239,7 +249,7 @@ def test_each_position_at_which_sequences_of_a_chunk_part_from_the_cached_path_t
     paths = [(*range(40 - 4 * k), *range(100 * k + 100, 100 * k + 112)) for k in range(9)]
     batch, weights, most = batch_of(*[(path, (1, 2)) for path in paths]), CacheWeights(state=8.0), 0
     for max_tokens in range(70, 110):
-        plan = cut_micro_batches(batch.order(), MicroBatchLimits(max_tokens), weights, micro_batch_cost=4.0)
+        plan = cut_at_cost(batch.order(), MicroBatchLimits(max_tokens), weights)
         layouts = [layout for group in plan for layout in lay_out(group, batch.as_numbers, forward_only=True)]
         for part, layout in zip(parts_of(plan), layouts, strict=True):
             published = part.chunk and part.chunk.num_read_next > part.chunk.num_kept
@@ -251,7 +261,7 @@ def test_each_position_at_which_sequences_of_a_chunk_part_from_the_cached_path_t
 def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
     small = [((7, i), (1, 2)) for i in range(3)]
     batch = batch_of(*small, *[(PROMPT, (i, i, i)) for i in range(8)])
-    plan = cut_micro_batches(batch.order(), MicroBatchLimits(120), FREE, micro_batch_cost=4.0)
+    plan = cut_at_cost(batch.order(), MicroBatchLimits(120), FREE)
     assert [len(group) for group in plan] == [2]
     assert sum(len(part.sequences) - num_of_group(part) for part in plan[0]) == 3
 
@@ -262,7 +272,7 @@ def test_a_short_template_does_not_bind_prompts_and_a_long_one_is_cached(preambl
     prompts = [(*range(preamble), *range(1000 * g, 1000 * g + 100)) for g in range(1, 5)]
     pairs = [(prompt, (i,) * 30) for prompt in prompts for i in range(8)]
     batch = batch_of(*pairs, ((*range(preamble), 7), (1, 2, 3)))
-    plan = cut_micro_batches(batch.order(), MicroBatchLimits(256), FREE, micro_batch_cost=4.0)
+    plan = cut_at_cost(batch.order(), MicroBatchLimits(256), FREE)
     split = [[s for part in group for s in part.sequences[: num_of_group(part)]] for group in plan if len(group) > 1]
     assert [len({s // 8 for s in sequences}) for sequences in split] == [num_prompts] * num_groups
     assert max(part.num_tokens for part in parts_of(plan)) <= 256

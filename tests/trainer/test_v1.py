@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1 import trainer_base as verls
 
 import verl_pg_plugin
 from tests.trainer.conftest import Workers
+from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config
 
@@ -103,10 +104,10 @@ def test_two_runs_whose_uids_are_drawn_anew_assign_alike(trainer: Any) -> None:
 
 def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(config: DictConfig) -> None:
     hf_config = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
-    assert actor_flops(config) == ModelFlops.of_config(hf_config)
+    assert actor_flops(config) == ModelFlops.of(text_skeleton(hf_config))
     config.actor_rollout_ref.model.override_config = {"intermediate_size": 48}
     hf_config.intermediate_size = 48
-    assert actor_flops(config) == ModelFlops.of_config(hf_config)
+    assert actor_flops(config) == ModelFlops.of(text_skeleton(hf_config))
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(12, 3), (4, 1), (6, 1), (10, 1)])

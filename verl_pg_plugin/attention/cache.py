@@ -185,12 +185,6 @@ class CacheAccess:
     def state(self, place: Place) -> Tensor:
         return ChainMap(*(block.values for block in self.read))[place]
 
-    def take_state_gradient(self, place: Place) -> Tensor | None:
-        """The pending gradient of a consumed state; None outside training. Raises KeyError if it is not there."""
-        if not self.consumed:
-            return None
-        return next((block.pending for block in self.consumed if place in block.pending), {}).pop(place)
-
     def exchange_states(
         self, place: Place, own: Tensor, exchange: StateExchange | None, beside: Tensor | None = None
     ) -> tuple[Tensor, Any]:
@@ -273,8 +267,9 @@ class _ExchangeStates(torch.autograd.Function):
         (grad, of_beside), access, exchange = grads, ctx.access, ctx.exchange
         total = grad[exchange.rows].to(torch.promote_types(grad.dtype, torch.float32))
         for position, index in zip(exchange.publish, exchange.index, strict=True):
-            pending = access.take_state_gradient(ctx.place._replace(position=position))
-            if pending is not None:
+            if access.consumed:  # in training, where each state has one: a KeyError if it is not there
+                place = ctx.place._replace(position=position)
+                pending = next((block.pending for block in access.consumed if place in block.pending), {}).pop(place)
                 total.index_add_(0, index, pending.to(total.dtype))
         pending_of_read = ChainMap(*(block.pending for block in access.read))
         for position, part in zip(exchange.read, total.split(exchange.index.shape[1]), strict=False):

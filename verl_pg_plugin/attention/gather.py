@@ -1,7 +1,5 @@
 """Gather tokens, with a backward that sums in float32."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

@@ -4,8 +4,6 @@ A model whose config has that name calls it in every layer with the keywords of 
 as ``prefix_grouper``. No model file is patched.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,6 +6,8 @@ A new kernel is a pair of passes in ``passes.py`` and an entry in ``KERNELS``. T
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -159,6 +161,15 @@ def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = 
     logger.info("trying how %s caps scores, which some kernels compile code for", name)
     fault = softcap_fault(load_passes(name), max(map(max, needs.head_dims), default=64), device_type)
     return f"{fault}; install one that does: {spec.install}" if fault else ""
+
+
+def gpus() -> list[str]:
+    """Name, driver, compute capability and memory of each GPU; empty where nvidia-smi finds none. Asks no GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip().splitlines() if result.returncode == 0 else []
 
 
 def load_passes(name: str) -> Passes:

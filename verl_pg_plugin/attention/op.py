@@ -4,10 +4,7 @@ Gradients are summed in float32, in a fixed order, and rounded once. Where one p
 written once, and those through prefixes that are read in place are added.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,11 +69,17 @@ def attend(
     if cache is not None:
         for place, x in zip(options.places, (k_TGD, v_TGD), strict=True):
             cache.publish_values(place, x)
-    return _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache)[..., :width]
+    return TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache)[..., :width]
 
 
-class _TreeAttention(torch.autograd.Function):
-    """Arguments as of ``attend``; what it keeps are the output, and the log-sum-exp with the sinks."""
+class TreeAttention(torch.autograd.Function):
+    """Arguments as of ``attend``; what it keeps are the output, and the log-sum-exp with the sinks.
+
+    Attributes:
+        tape: of the checkpointed layer that runs, where that keeps both (``engine.activations``).
+    """
+
+    tape: ClassVar[Any] = None
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, own_k: Tensor, own_v: Tensor, sinks: Tensor | None, *given: Any) -> Tensor:
@@ -93,7 +96,7 @@ class _TreeAttention(torch.autograd.Function):
             return out, lse
 
         # Where the activation level keeps it, a checkpoint that computes its layer again reads the first result.
-        out, lse = compute() if Tape.running is None else Tape.running.computed(compute)
+        out, lse = compute() if TreeAttention.tape is None else TreeAttention.tape.computed(compute)
         ctx.save_for_backward(q, own_k, own_v, sinks, out, lse)
         return out
 
@@ -143,53 +146,3 @@ class _TreeAttention(torch.autograd.Function):
 def _with_cached(options: AttentionOptions, cache: CacheAccess | None, *own: Tensor) -> Iterable[Tensor]:
     """[c cached | T own] keys and values."""
     return own if cache is None or not cache.read else map(cache.in_front, options.places, own)
-
-
-class Tape(AbstractContextManager):
-    """(out, lse) of each attention call in one checkpointed layer, in their order.
-
-    It is both contexts of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around a decoder layer: entered
-    first for the forward, and again for each recomputation, of which one graph may have several. The layer keeps here
-    what attention computed, and recomputes the rest. Attention is the one part of a layer whose cost grows with the
-    length of the sequences, and its output is small.
-
-    ``put`` says what the tape holds of a tensor, and ``get`` makes a tensor of that. Both detach: what the autograd
-    function returns becomes part of the graph, which holds the tape.
-
-    Attributes:
-        running: of the layer that runs, forwards or once more in its backward.
-    """
-
-    running: ClassVar[Tape | None] = None
-
-    def __init__(self) -> None:
-        self._kept: list[list[Any]] = []
-        self._runs = 0
-
-    def __enter__(self) -> None:
-        self._runs, self._replay = self._runs + 1, iter(self._kept)
-        Tape.running = self
-
-    def __exit__(self, *_: object) -> None:
-        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
-        if Tape.running is self:
-            Tape.running = None
-
-    def put(self, x: Tensor) -> Any:
-        return x.detach()
-
-    def get(self, kept: Any) -> Tensor:
-        return kept.detach()
-
-    def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What the forward has kept of this call, or RuntimeError; in the forward, what ``compute`` returns."""
-        if self._runs == 1:
-            out, lse = compute()
-            self._kept.append([self.put(out), self.put(lse)])
-            return out, lse
-        kept = next(self._replay, None)
-        if kept is None:
-            raise RuntimeError(
-                "a layer calls attention more often when it is recomputed; set ++prefix_grouper.activations=all"
-            )
-        return self.get(kept[0]), self.get(kept[1])

@@ -12,8 +12,6 @@ without queries are zero.
 A function named as in ``kernels.KERNELS`` imports that kernel and returns its passes, the same at every call.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Subcommands of ``python -m verl_pg_plugin``, and how they write what they found."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"

@@ -1,7 +1,5 @@
 """``demo``: a few steps of GRPO on the CPU by stock verl and in packed mode, and their seconds side by side."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -23,7 +21,6 @@ MODES = {"stock": (False, 528), "packed": (True, 8192)}
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``demo`` to the command line."""
     about = "train a tiny model on the CPU by stock verl and in packed mode, and compare (five minutes on two cores)"
     parser = subparsers.add_parser("demo", help=about, description=about)
     folder = Path(f"verl_pg_demo-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -1,12 +1,9 @@
 """``doctor``: what verl would run on this machine, what a set of overrides would select, and what is in the way."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from verl_pg_plugin import compat, register
+from verl_pg_plugin.attention.kernels import KERNELS, gpus
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, Section, in_columns
 
 NAME = "verl_pg_plugin"
@@ -36,7 +34,6 @@ REGISTER_FIX = f"correct what it names; {sys.executable} -c 'import {NAME}; {NAM
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``doctor`` to the command line."""
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, and a set of overrides, without starting anything",
@@ -158,19 +155,8 @@ def _plugin_line(text: str, error: str = "") -> Check:
     return Check(OK, what, text)
 
 
-def gpus() -> list[str]:
-    """Name, driver, compute capability and memory of each GPU; empty where nvidia-smi finds none."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip().splitlines() if result.returncode == 0 else []
-
-
 def kernel_lines() -> list[Check]:
     """Which attention kernels of packed mode are installed, by metadata."""
-    from verl_pg_plugin.attention.kernels import KERNELS
-
     return [
         Check(OK, name, "installed" if spec.installed else f"not installed (optional): {spec.install}")
         for name, spec in KERNELS.items()

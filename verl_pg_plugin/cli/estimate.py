@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_pg_plugin.attention.kernels import gpus
 from verl_pg_plugin.cli import CommandError, in_columns
-from verl_pg_plugin.cli.doctor import gpus
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ Lengths come from --prompt and --response, from --data and --response, or from -
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``estimate`` to the command line."""
     parser = subparsers.add_parser(
         "estimate",
         help="what sharing would gain on your data: dedup ratio, FLOPs, predicted speed-up by token budget",

@@ -1,7 +1,5 @@
 """What the doctor says of a set of overrides: what they select, what an entry point would object to, what is split."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

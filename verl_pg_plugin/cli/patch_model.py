@@ -19,7 +19,6 @@ AUTO_MAP = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``patch-model`` to the command line."""
     parser = subparsers.add_parser(
         "patch-model",
         help="make a Qwen3 checkpoint load this plugin's model under trust_remote_code=True",

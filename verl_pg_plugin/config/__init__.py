@@ -3,8 +3,6 @@
 The import loads neither verl nor torch. The engine configs, subclasses of verl's, are loaded on first use.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from verl_pg_plugin.config.mode import Mode, mode_of

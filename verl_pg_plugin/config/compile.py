@@ -1,7 +1,5 @@
 """Whether decoder layers are compiled: one decision, for the engines, preflight and the doctor alike."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -4,8 +4,6 @@ verl's config has the flag and no field that carries it to the engines. What our
 into verl's composed config here.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Engine configs of the shared-prefix engines: verl's for FSDP and VeOmni plus the switches of this plugin."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field

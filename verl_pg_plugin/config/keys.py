@@ -1,7 +1,5 @@
 """Where things stand in verl's trainer config."""
 
-from __future__ import annotations
-
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 CRITIC = "critic"

@@ -4,8 +4,6 @@ Each is cheap to look at, and certain. Neither the hub nor code of a checkpoint'
 machine, the workers find out.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec

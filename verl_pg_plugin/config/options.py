@@ -1,7 +1,5 @@
 """The section ``prefix_grouper`` of the trainer's config, and the values that its options take."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

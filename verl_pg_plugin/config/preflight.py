@@ -3,8 +3,6 @@
 What the run asks of this machine is looked at beside it; of other words verl speaks itself.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import logging
@@ -284,8 +282,6 @@ def _verls_validation(config: DictConfig) -> Iterator[Issue]:
     try:
         with redirect_stdout(io.StringIO()):  # it says that all is well
             validate(config, REF in roles, CRITIC in roles)
-    except ImportError:
-        pass  # of a package that the rollout needs, which has been said where it is certain
     except Exception as error:  # the run would end with it
         why = f"verl's own validation refuses it: {type(error).__name__}: {' '.join(str(error).split())}"
         yield Issue("", why, "change what it names")

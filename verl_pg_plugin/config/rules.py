@@ -3,8 +3,6 @@
 All look at one engine. They are asked before Ray starts and when the engine is built.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran, fused_obstacle, text_skeleton
+from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN, fused_obstacle, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, ATTENTION_KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI
@@ -49,14 +47,10 @@ VEOMNI_SETTINGS: dict[str, tuple[Any, str]] = {
 
 def check_engine(engine_config: Any, model_config: Any) -> None:
     """Raise ValueError where an engine cannot share prefixes: one line with settings, cause and fix of each error."""
-    if found := engine_errors(Engine.of(engine_config, model_config)):
+    engine = Engine.of(engine_config, model_config)
+    if found := [issue for rule in RULES for issue in rule(engine) if not issue.is_warning]:
         listing = "; ".join(f"{issue.setting}: {issue.why} (fix: {issue.fix})" for issue in found)
         raise ValueError(f"use_prefix_grouper=True: {listing}; or set {USE_PREFIX_GROUPER}=False")
-
-
-def engine_errors(engine: Engine) -> list[Issue]:
-    """Why an engine cannot share prefixes; empty if it can."""
-    return [issue for rule in RULES for issue in rule(engine) if not issue.is_warning]
 
 
 def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
@@ -164,7 +158,7 @@ def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
             yield Issue(f"{offload}=True", why, f"{key}=True, or {offload}=False", is_warning=True)
     elif known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
         yield Issue(f"{key}=True", f"transformers has no gradient checkpointing for {kind}", f"{key}=False")
-    elif engine.role != REF and casts and kind in FLOAT32_ANGLE_TYPES and not fsdp2_recomputes_as_it_ran():
+    elif engine.role != REF and casts and kind in FLOAT32_ANGLE_TYPES and not FSDP2_CASTS_AGAIN:
         why = (
             f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
             "their forward had, so that the first update fails, in stock verl too"

@@ -1,7 +1,5 @@
 """The embedded default for machines without a GPU: verl's platform ``cpu`` and the rollout ``hf``."""
 
-from __future__ import annotations
-
 from functools import partial
 from pkgutil import resolve_name
 

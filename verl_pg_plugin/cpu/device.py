@@ -5,8 +5,6 @@ makes on ``get_torch_device()``, which is this module. Memory is in bytes of the
 no caching allocator to ask.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

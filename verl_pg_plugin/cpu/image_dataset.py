@@ -3,8 +3,6 @@
 verl's own hands them to qwen-vl-utils, which resizes them and needs torchvision; generated ones have their size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.utils.dataset.rl_dataset import RLHFDataset

@@ -40,11 +40,6 @@ class PromptImages:
         return cls(digest, pixels, grids)
 
 
-def reads_images(config: Any) -> bool:
-    """Whether a model with this config takes images, and positions in three dimensions."""
-    return config.model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-
-
 def rope_positions(model: Any, prompt_ids: Sequence[int], images: PromptImages | None) -> torch.Tensor:
     """(3, L) positions of time, height and width, by the model's own rule."""
     ids = torch.tensor([prompt_ids])

@@ -4,8 +4,6 @@ verl's V1 trainers look every two seconds, longer than a whole step of a tiny mo
 ``+trainer.v1.sampler.sampler_kwargs.poll_interval`` seconds, 0.1 by default.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync

@@ -4,8 +4,6 @@ Agent loops, load balancing, partial rollouts and weight synchronisation are ver
 run, and be tested, where no inference engine can.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections import Counter
@@ -28,7 +26,8 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate
-from verl_pg_plugin.cpu.images import PromptImages, reads_images
+from verl_pg_plugin.cpu.images import PromptImages
+from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 
 
 class HFServer:
@@ -154,8 +153,9 @@ class HFServer:
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}; a prompt "
                 "needs at least one token, and actor_rollout_ref.rollout.max_model_len sets the context"
             )
-        if images and not reads_images(self.model.config):
-            raise ValueError(f"rollout 'hf' has no way to show {self.model.config.model_type} an image")
+        model_type = self.model.config.model_type
+        if images and model_type not in IMAGE_MODEL_TYPES:
+            raise ValueError(f"rollout 'hf' has no way to show {model_type} an image")
         shown = PromptImages.process(self.model_config.processor, images) if images else None
         config = self.config
         sent = {"ignore_eos": config.ignore_eos, **sampling_params}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from verl_pg_plugin.attention.op import Tape
+from verl_pg_plugin.attention.op import TreeAttention
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Room
 
 SMALLEST = 1 << 20
@@ -39,7 +39,7 @@ class Activations:
 
     def __init__(self, layers: Iterable[nn.Module], copier: PinnedCopier | None) -> None:
         self.level, self._copier = Level.ATTENTION, copier
-        self._last: Callable[[], _LayerCall | None] = lambda: None
+        self._last: Callable[[], Tape | None] = lambda: None
         for layer in layers:
             layer._gradient_checkpointing_func = self._checkpoint
 
@@ -50,7 +50,7 @@ class Activations:
     def _checkpoint(self, call: Callable[..., Any], *args: Any) -> Any:
         if self.level is Level.ALL or not torch.is_grad_enabled():
             return call(*args)
-        layer, before = _LayerCall(self._copier if self.level.on_host else None, self._last), self._last()
+        layer, before = Tape(self._copier if self.level.on_host else None, self._last), self._last()
         self._last = weakref.ref(layer)
         contexts = (lambda: (layer, layer)) if self.level.keeps_attention else noop_context_fn
         # A hook around a checkpoint sees its inputs, which torch saves for autograd, and nothing from inside.
@@ -85,13 +85,42 @@ class _Copy:
             self.leave_device()
 
 
-class _LayerCall(Tape):
-    """One call of a layer and what it keeps; autograd's graph is what holds it."""
+class Tape(AbstractContextManager):
+    """One call of a layer and what it keeps; autograd's graph is what holds it.
 
-    def __init__(self, copier: PinnedCopier | None, before: Callable[[], _LayerCall | None]) -> None:
-        super().__init__()
+    It is both contexts of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around the layer: entered first
+    for the forward, and again for each recomputation, of which one graph may have several. What attention computed is
+    kept, and the rest recomputed: attention is the one part of a layer whose cost grows with the length of the
+    sequences, and its output is small.
+    """
+
+    def __init__(self, copier: PinnedCopier | None, before: Callable[[], Tape | None]) -> None:
         self._copier, self._before = copier, before
         self._copies: list[_Copy] = []
+        self._kept: list[list[Any]] = []  # (out, lse) of each attention call, in their order
+        self._runs = 0
+
+    def __enter__(self) -> None:
+        self._runs, self._replay = self._runs + 1, iter(self._kept)
+        TreeAttention.tape = self
+
+    def __exit__(self, *_: object) -> None:
+        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
+        if TreeAttention.tape is self:
+            TreeAttention.tape = None
+
+    def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What the forward has kept of this call, or RuntimeError; in the forward, what ``compute`` returns."""
+        if self._runs == 1:
+            out, lse = compute()
+            self._kept.append([self.put(out), self.put(lse)])
+            return out, lse
+        kept = next(self._replay, None)
+        if kept is None:
+            raise RuntimeError(
+                "a layer calls attention more often when it is recomputed; set ++prefix_grouper.activations=all"
+            )
+        return self.get(kept[0]), self.get(kept[1])
 
     def put(self, x: Tensor) -> Any:
         x = x.detach()  # what requires grad would hold the graph that holds this call: a cycle that no collector sees

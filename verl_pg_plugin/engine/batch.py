@@ -1,7 +1,5 @@
 """A mini-batch of verl: checked, read as sequences, selected from and sent to the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -22,9 +20,7 @@ def uses_top_k(data: TensorDict) -> bool:
 
 
 def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
-    """Raise BatchError for what a mini-batch lacks, and for settings that the mode or the head refuses."""
-    if "loss_mask" not in data:
-        raise BatchError("the batch has no loss_mask, whose ones verl sums over ranks; add it, as verl's trainers do")
+    """Raise BatchError for settings that the mode or the head refuses."""
     if not packed and tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
         raise BatchError(
             "use_dynamic_bsz=True cuts groups by their tokens, which the padded prefix_grouper mode does not support; "
@@ -63,7 +59,7 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
 
     ``input_ids`` are jagged; ``prompts`` and ``responses`` jagged (V1) or padded beside an ``attention_mask`` (legacy),
     or neither is there and a jagged ``loss_mask`` covers all tokens (SFT); ``position_ids`` are jagged or absent.
-    Raises BatchError for what is missing, empty, of the wrong type, or longer than ``architectures.steady_length``.
+    Raises BatchError for what is missing, empty, padded, or longer than ``architectures.steady_length``.
     """
     if not len(data):
         raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")
@@ -77,8 +73,6 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
     input_ids = data["input_ids"]
     if not input_ids.is_nested:
         raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
-    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-        raise BatchError(f"input_ids must be integers, got {input_ids.dtype}; use torch.int64")
     tokens, offsets = _numpy(input_ids.values()), _numpy(input_ids.offsets()).astype(np.int64)
     if supervised:
         prompt_lengths = _before_loss(_numpy(data["loss_mask"].values()), offsets)
@@ -123,8 +117,6 @@ def _lengths(data: TensorDict, name: str) -> IntArray:
     field = data[name]
     if field.is_nested:
         return _numpy(field.offsets().diff()).astype(np.int64)
-    if "attention_mask" not in data.keys():  # noqa: SIM118
-        raise BatchError(f"{name} is padded but the batch has no attention_mask that says which tokens are real")
     mask, prompt_width = data["attention_mask"], data["prompts"].shape[1]
     part = mask[:, :prompt_width] if name == "prompts" else mask[:, prompt_width:]
     return _numpy(part.sum(dim=1)).astype(np.int64)

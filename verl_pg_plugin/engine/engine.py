@@ -7,8 +7,6 @@ layout, and ``compute`` runs the model. verl's loss and backward follow, and ``m
 optimizer, checkpoints and losses are verl's.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import abstractmethod
 from collections.abc import Callable

@@ -5,8 +5,6 @@ A transformers decoder ends with ``logits = lm_head(hidden_states)``. Before the
 of many response tokens and their gradient are larger than everything else, or by verl's fused linear cross entropy.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

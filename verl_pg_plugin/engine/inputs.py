@@ -1,7 +1,5 @@
 """What goes into one forward of the model, and values of its labels back onto verl's jagged positions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

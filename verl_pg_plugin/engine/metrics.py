@@ -1,7 +1,5 @@
 """What a mini-batch cost, next to what it would have cost without sharing; names are those of ``docs/metrics.md``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

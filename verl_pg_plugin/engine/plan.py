@@ -4,8 +4,6 @@ Tokens limit a micro-batch, since they fill memory. FLOPs say when it runs: rank
 each runs its micro-batches in an order in which expensive ones meet (``planning.order``).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import partial

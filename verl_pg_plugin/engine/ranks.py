@@ -4,8 +4,6 @@ Ranks agree in front of a mini-batch's first forward. What fails later fails on 
 in the collectives of the model, and torch or Ray ends the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar

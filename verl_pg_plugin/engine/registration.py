@@ -5,8 +5,6 @@ without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/e
 instantiates what it finds, so an entry is a class that makes the engine which the engine config asks for.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -50,14 +48,10 @@ class _Entry(BaseEngine):
 
 
 class PrefixGrouperFSDPEngineWithLMHead(_Entry):
-    """verl's language-model engine, or ours."""
-
     ours, stock = SharedPrefixLanguageModel, FSDPEngineWithLMHead
 
 
 class PrefixGrouperFSDPEngineWithValueHead(_Entry):
-    """verl's value-model engine, or ours."""
-
     ours = SharedPrefixValueModel
     stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
 
@@ -74,8 +68,6 @@ if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where 
     from verl_pg_plugin.engine.veomni import SharedPrefixVeOmniLanguageModel
 
     class PrefixGrouperVeOmniEngineWithLMHead(_Entry):
-        """verl's language-model engine for VeOmni, or ours."""
-
         ours, stock = SharedPrefixVeOmniLanguageModel, VeOmniEngineWithLMHead
 
     _ENTRIES["language_model", VEOMNI] = PrefixGrouperVeOmniEngineWithLMHead

@@ -7,8 +7,6 @@ Router replay tells each layer of experts which of them a token goes to, so the 
 sequences share one only where those of the tokens before it are equal too (``RoutedText``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

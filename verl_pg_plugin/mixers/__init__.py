@@ -4,8 +4,6 @@ A layer that mixes tokens hands what it returns through ``AttentionContext.mixed
 (``torch.compiler.disable``): index maps differ in every micro-batch.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from transformers import PretrainedConfig

@@ -1,7 +1,5 @@
 """Softmax attention, the first mixer: transformers calls ours by name, so no layer is touched."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from transformers import PretrainedConfig
@@ -10,18 +8,12 @@ from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import AttentionNeeds
 from verl_pg_plugin.mixers.mixer import Mixer, PairCost
 
-# Learned sinks enter the softmax next to the keys; nothing in their config or class says so. gpt-oss's are computed.
-UNTRIED_SINK_MODEL_TYPES = frozenset({"deepseek_v4", "openai_privacy_filter"})
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def obstacles(config: PretrainedConfig) -> list[str]:
-    reasons = []
-    if config.model_type in UNTRIED_SINK_MODEL_TYPES:
-        reasons.append(f"{config.model_type} adds learned attention sinks to the softmax")
-    if getattr(config, "index_topk", None):
-        reasons.append(f"{config.model_type} selects keys with a sparse-attention indexer")
-    return reasons
+    has_indexer = getattr(config, "index_topk", None)
+    return [f"{config.model_type} selects keys with a sparse-attention indexer"] if has_indexer else []
 
 
 def prepare(config: PretrainedConfig) -> None:

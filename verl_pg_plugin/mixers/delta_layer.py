@@ -133,7 +133,7 @@ DeltaRule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Level:
+class Depth:
     """The N segments of one depth."""
 
     lengths: tuple[int, ...]  # tokens of each
@@ -145,17 +145,17 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Levels:
+class Depths:
     """T packed tokens by the depth of their segments."""
 
-    levels: list[Level]  # from the roots down
+    depths: list[Depth]  # from the roots down
     starts: StateExchange | None  # of roots that go on behind cached tokens, which come first
     by_depth: Gather | None = None  # the tokens sorted by depth; None where they are
     back: Gather | None = None  # the way back
 
     @classmethod
-    def from_layout(cls, layout: PackedLayout, device: torch.device) -> Levels:
-        """Segments lie as a walk through the prefix tree meets them, so siblings are next to each other in a level.
+    def from_layout(cls, layout: PackedLayout, device: torch.device) -> Depths:
+        """Segments lie as a walk through the prefix tree meets them, so siblings are next to each other at a depth.
 
         They are cut where states are published.
         """
@@ -171,7 +171,7 @@ class Levels:
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
             depth[segment] = depth[parent] + 1 if parent >= 0 else 0
-        levels, above, nothing = [], None, np.zeros(0, dtype=np.int64)
+        depths, above, nothing = [], None, np.zeros(0, dtype=np.int64)
         for d in range(int(depth.max()) + 1):
             members = np.flatnonzero(depth == d)
             num_children = None
@@ -181,16 +181,16 @@ class Levels:
             ending = np.flatnonzero(np.isin(bounds[members + 1], ends))
             published = StateExchange.of(nothing, position[members[ending]], ending[:, None], device)
             cu_seqlens = to_device(np.cumsum([0, *lengths[members]]), device)
-            levels.append(Level(tuple(lengths[members].tolist()), cu_seqlens, num_children, published))
+            depths.append(Depth(tuple(lengths[members].tolist()), cu_seqlens, num_children, published))
             above = members
         roots = layout.segment_start[layout.segment_parent < 0]
         assert roots[: np.count_nonzero(roots)].all(), "roots behind cached tokens come first"
         starts = StateExchange.of(roots[roots > 0], nothing, nothing[:, None], device)
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
-            return cls(levels, starts)
+            return cls(depths, starts)
         sorts = (to_device(places, device, torch.int32) for places in (order, np.argsort(order, kind="stable")))
-        return cls(levels, starts, *(Gather(places, layout.num_tokens) for places in sorts))
+        return cls(depths, starts, *(Gather(places, layout.num_tokens) for places in sorts))
 
 
 class _HandDown(torch.autograd.Function):
@@ -209,7 +209,7 @@ class _HandDown(torch.autograd.Function):
 
 
 def delta_rule_over(
-    levels: Levels,
+    depths: Depths,
     rule: DeltaRule,
     tensors: tuple[torch.Tensor, ...],
     cache: CacheAccess | None = None,
@@ -221,35 +221,35 @@ def delta_rule_over(
     ``tensors`` are (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta. ``options`` are
     further keywords of ``rule``.
     """
-    if levels.by_depth is not None:
-        tensors = tuple(gather_tokens(x, levels.by_depth) for x in tensors)
-    sizes = [sum(level.lengths) for level in levels.levels]
+    if depths.by_depth is not None:
+        tensors = tuple(gather_tokens(x, depths.by_depth) for x in tensors)
+    sizes = [sum(depth.lengths) for depth in depths.depths]
     parts = zip(*(x.split(sizes) for x in tensors), strict=True)
     # fla's kernels take segments of any length, transformers' fallback a batch of equal ones: tokens of zeros behind a
     # segment leave its state alone.
     takes_any = "cu_seqlens" in inspect.signature(rule).parameters
     outs, state, place = [], None, Place(layer, STATE)
-    if cache is not None and levels.starts is not None:
-        behind_cached = levels.starts.read
+    if cache is not None and depths.starts is not None:
+        behind_cached = depths.starts.read
         cached = cache.state(place._replace(position=behind_cached[0]))
-        zeros = cached.new_zeros(len(levels.levels[0].lengths) - len(behind_cached), *cached.shape[1:])
-        state, _ = cache.exchange_states(place, zeros.requires_grad_(torch.is_grad_enabled()), levels.starts)
-    for level, part in zip(levels.levels, parts, strict=True):
-        if level.num_children is not None:
-            state = _HandDown.apply(state, level.num_children, len(level.lengths))
+        zeros = cached.new_zeros(len(depths.depths[0].lengths) - len(behind_cached), *cached.shape[1:])
+        state, _ = cache.exchange_states(place, zeros.requires_grad_(torch.is_grad_enabled()), depths.starts)
+    for depth, part in zip(depths.depths, parts, strict=True):
+        if depth.num_children is not None:
+            state = _HandDown.apply(state, depth.num_children, len(depth.lengths))
         if takes_any:
             q, k, v, g, beta = (x.unsqueeze(0) for x in part)
-            options["cu_seqlens"] = level.cu_seqlens
+            options["cu_seqlens"] = depth.cu_seqlens
         else:
-            q, k, v, g, beta = (pad_sequence(x.split(level.lengths), batch_first=True) for x in part)
-        passes_on = level is not levels.levels[-1] or level.publish is not None
+            q, k, v, g, beta = (pad_sequence(x.split(depth.lengths), batch_first=True) for x in part)
+        passes_on = depth is not depths.depths[-1] or depth.publish is not None
         out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
         if cache is not None and state is not None:
-            state, out = cache.exchange_states(place, state, level.publish, beside=out)
-        lengths = (out.shape[1],) if takes_any else level.lengths
+            state, out = cache.exchange_states(place, state, depth.publish, beside=out)
+        lengths = (out.shape[1],) if takes_any else depth.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
-    return out if levels.back is None else gather_tokens(out, levels.back)
+    return out if depths.back is None else gather_tokens(out, depths.back)
 
 
 class GatedDeltaLayer:
@@ -314,11 +314,11 @@ class GatedDeltaLayer:
         if not self.convolved:
             raise RuntimeError("a Gated DeltaNet layer convolved packed tokens by other means than causal_conv1d_fn")
         self.convolved = False
-        levels = context.index(Levels.from_layout, query.device)
+        depths = context.index(Depths.from_layout, query.device)
         tensors = [context.to_heads(x) for x in (query, key, value, g, beta)]
         own = tuple(x[0, :num_tokens] for x in tensors)
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        out = delta_rule_over(levels, self.rule, own, context.cache, self.layer, **options)
+        out = delta_rule_over(depths, self.rule, own, context.cache, self.layer, **options)
         num_padding = tensors[0].shape[1] - num_tokens
         out = F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, num_padding)).unsqueeze(0)
         return context.to_tokens(out), None

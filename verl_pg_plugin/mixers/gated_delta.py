@@ -5,16 +5,13 @@ through them on the host. With Triton 3.4 to 3.7.0 the gated backward is wrong o
 (https://github.com/fla-org/flash-linear-attention/issues/640), unless tilelang is installed, which fla then takes.
 """
 
-from __future__ import annotations
-
-import shutil
-import subprocess
 from importlib.util import find_spec
 
 import torch
 from packaging.version import Version
 from transformers import PretrainedConfig
 
+from verl_pg_plugin.attention.kernels import gpus
 from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, install
 from verl_pg_plugin.mixers.mixer import Mixer
 
@@ -92,14 +89,9 @@ def has_fla() -> bool:
 
 def gpu_generations() -> frozenset[int]:
     """Major compute capabilities of this machine's GPUs; ``nvidia-smi`` tells them without a CUDA context."""
-    if not torch.cuda.is_initialized() and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        try:
-            told = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.split()
-        except subprocess.TimeoutExpired:
-            told = []  # torch is asked below
-        if found := frozenset(int(line.partition(".")[0]) for line in told if line[0].isdigit()):
-            return found
+    told = [] if torch.cuda.is_initialized() else [gpu.split(", ")[2] for gpu in gpus()]
+    if found := frozenset(int(capability.partition(".")[0]) for capability in told if capability[0].isdigit()):
+        return found
     if not torch.cuda.is_available():
         return frozenset()
     return frozenset(torch.cuda.get_device_capability(gpu)[0] for gpu in range(torch.cuda.device_count()))

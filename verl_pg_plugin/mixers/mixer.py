@@ -1,7 +1,5 @@
 """What the engine and the validators ask of a way to mix tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

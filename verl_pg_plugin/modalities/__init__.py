@@ -1,7 +1,5 @@
 """Text, and the images that some models read beside it."""
 
-from __future__ import annotations
-
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, TEXT, Modality

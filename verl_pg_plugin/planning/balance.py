@@ -15,8 +15,6 @@ Each mini-batch of each rank is a bin. Whole groups go to bins, the most expensi
 leaves a rank behind their subtrees, change places between the most expensive bin and a cheap one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -134,19 +132,6 @@ def balance_groups(
     return min(found, key=lambda tried: tried.time)
 
 
-def cost_together(
-    order: PrefixOrder, response_lengths: IntArray, price: SegmentPrice, places: IntArray
-) -> tuple[float, int]:
-    """Cost and number of tokens of the sequences at ascending ``places`` (n,) of the order, computed together.
-
-    So many of a sequence's last tokens run the head as ``response_lengths`` (B,) says, in the caller's order.
-    """
-    together = order.select(places)
-    labels = np.minimum(response_lengths[together.sequences], together.num_new)
-    cost = price(together.num_shared, together.num_new, labels).sum()
-    return float(cost), int(together.num_new.sum())
-
-
 def _assign(groups: IntArray, costs: FloatArray, size: int, num_bins: int) -> IntArray:
     """(B,) bin of each sequence: groups (their first places) by cost, what fits nowhere whole last, in parts."""
     bin_of = np.full(size, -1)
@@ -222,8 +207,11 @@ def _balance(
 ) -> Balance:
     """The bins of each rank by mini-batch: bins of like cost make one, and no rank has the most expensive of each."""
     places = np.argsort(bin_of, kind="stable").reshape(num_ranks * num_mini_batches, -1)
-    priced = [cost_together(order, response_lengths, price, of_bin) for of_bin in places]
-    costs = np.array([cost for cost, _ in priced])
+    costs, num_tokens = np.empty(len(places)), 0
+    for number, together in enumerate(map(order.select, places)):
+        labels = np.minimum(response_lengths[together.sequences], together.num_new)
+        costs[number] = price(together.num_shared, together.num_new, labels).sum()
+        num_tokens += int(together.num_new.sum())
     sequences = np.sort(order.sequences[places], axis=1)
     mini_batches = np.argsort(-costs, kind="stable").reshape(num_mini_batches, num_ranks)
     bins = np.empty((num_ranks, num_mini_batches), dtype=np.int64)
@@ -238,5 +226,5 @@ def _balance(
         order=sequences[bins].ravel(),
         cost=costs[bins],
         num_cut_groups=int((np.bincount(pairs[0]) > 1).sum()),
-        num_tokens=sum(tokens for _, tokens in priced),
+        num_tokens=num_tokens,
     )

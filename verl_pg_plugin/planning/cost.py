@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.layout import IntArray, Layout
 from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
@@ -107,11 +106,6 @@ class ModelFlops:
             pairs=tuple(pair for name in layers for pair in MIXERS[name].pair_costs(config)),
             vision=VisionFlops.of(module),
         )
-
-    @classmethod
-    def of_config(cls, config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFlops:
-        """Count a causal language model that is built from its config without storage; ValueError as ``of`` has it."""
-        return cls.of(text_skeleton(config, trust_remote_code))
 
     def attention(self, start: IntArray, tokens: IntArray) -> NDArray[np.float64]:
         """FLOPs (S,) of the pairs of each of S segments of so many tokens (S,), which follow ``start`` shared ones."""

@@ -4,8 +4,6 @@ The mini-batch is planned by the function that plans it in a training and laid o
 every sequence alone, filled into as many tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -80,7 +80,6 @@ def cut_micro_batches(
     at_least: int = 1,
     *,
     forward_only: bool = False,
-    micro_batch_cost: float = MICRO_BATCH_COST,
     levels: Levels = Levels(),  # noqa: B008
 ) -> list[list[MicroBatch]]:
     """Partition the sequences of a mini-batch; ValueError where ``at_least`` exceeds them, or one exceeds the limits.
@@ -91,7 +90,6 @@ def cut_micro_batches(
         weights: of tokens that chunks read from each other; None where nothing is read (``carry=never``).
         at_least: number of micro-batches that another rank needs.
         forward_only: there is no backward, so nothing is prefilled.
-        micro_batch_cost: in tokens of an update.
         levels: which groups above ``max_tokens`` stay one micro-batch all the same.
 
     Returns:
@@ -111,7 +109,7 @@ def cut_micro_batches(
             f"computation, more than the {limits.max_tokens} a micro-batch may hold; raise ppo_max_token_len_per_gpu "
             "and log_prob_max_token_len_per_gpu"
         )
-    planner = _Planner(order, limits, weights, levels, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
+    planner = _Planner(order, limits, weights, levels, 0.0 if forward_only else PREFILL_COST)
     planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
 
@@ -173,16 +171,14 @@ class _Planner:
         weights: CacheWeights | None,
         levels: Levels,
         prefill_cost: float,
-        micro_batch_cost: float,
     ) -> None:
-        self.order, self.levels = order, levels
+        self.order, self.levels, self.prefill_cost = order, levels, prefill_cost
         self.max_tokens = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
         self.max_sequences = limits.max_sequences or math.inf
         self.carries, self.weights = weights is not None, weights or CacheWeights()
         self.short = self.max_tokens // SHORT_PREFIX if self.carries or limits.max_tokens else 0
-        self.prefill_cost, self.micro_batch_cost = prefill_cost, micro_batch_cost
         # Shorter prefixes are computed again: they cost less than their prefill.
-        self.worth = prefill_cost * micro_batch_cost / (1 - prefill_cost) if self.carries else math.inf
+        self.worth = prefill_cost * MICRO_BATCH_COST / (1 - prefill_cost) if self.carries else math.inf
         # Lists: scalars out of arrays take longer than what is done with them.
         self.shared, self.new = order.num_shared.tolist(), order.num_new.tolist()
         self.before = [0, *np.cumsum(order.num_new).tolist()]
@@ -210,8 +206,8 @@ class _Planner:
         total = 0.0
         for span in spans:
             missing = span.cached - self.kept(span)
-            prefill = self.prefill_cost * (missing + self.micro_batch_cost) if missing else 0.0
-            total += self.micro_batch_cost + self.shared[span.first] - span.cached + prefill
+            prefill = self.prefill_cost * (missing + MICRO_BATCH_COST) if missing else 0.0
+            total += MICRO_BATCH_COST + self.shared[span.first] - span.cached + prefill
         return total
 
     def fits(self, span: _Span) -> bool:

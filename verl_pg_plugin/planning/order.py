@@ -1,7 +1,5 @@
 """In which order each rank runs its micro-batches, where ranks wait for each other at every one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 from typing import TypeAlias

@@ -11,8 +11,6 @@ where it is made::
     class MyTrainer(PPOTrainerSync): ...
 """
 
-from __future__ import annotations
-
 import sys
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Which sequences of a batch meet on a rank and in a mini-batch, in the containers of V1 and V0; what that saved."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
+from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -76,7 +75,7 @@ def actor_flops(config: DictConfig) -> ModelFlops:
     """Price of the actor's tokens, from the config that verl's trainers load for the tokenizer: no weight is read."""
     section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
     model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
-    return ModelFlops.of_config(model.hf_config, trust_remote_code=model.trust_remote_code)
+    return ModelFlops.of(text_skeleton(model.hf_config, model.trust_remote_code))
 
 
 def updated(trainer: Any, metrics: dict[str, Any]) -> None:
