@@ -28,9 +28,9 @@ from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues, steady_length
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
-from verl_pg_plugin.engine.batch import SequenceSelector, uses_top_k
+from verl_pg_plugin.engine.batch import SequenceSelector
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes
-from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
+from verl_pg_plugin.engine.heads import LogProbHead, install_head, read_request
 from verl_pg_plugin.engine.inputs import ModelInputs, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
@@ -141,8 +141,6 @@ class SharedPrefixEngine(FSDPEngine):
         plan = self.plan(data, forward_only)
         of_losses = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}
         tu.assign_non_tensor(plan.data, sp_size=self.ulysses_sequence_parallel_size, **of_losses)
-        if uses_top_k(plan.data):
-            tu.assign_non_tensor(plan.data, **{LOSS_OF_LOGITS: loss_function})
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
         selector, cache, results = SequenceSelector(plan.data), PrefixCache(), []
         costs = MiniBatchCosts(verifies=self.options.verify != "off")
@@ -241,16 +239,16 @@ class SharedPrefixEngine(FSDPEngine):
         micro_batch = selector.select(planned.sequences, self._device)
         # A chunk of an update takes from the cache what it computes itself; what it reads is there, or prefilled.
         consumed = [] if forward_only else cache.consume(planned.layout)
-        self._prefill(planned, plan, selector, cache)
+        self._prefill(planned, plan, selector, cache, loss_function)
         samples = self.verifier.choose(planned, sequences, kind)
         chosen = [planned.sequences[sample] for sample in samples]
-        alone = self._compute_alone(chosen, plan, selector) if chosen else None
+        alone = self._compute_alone(chosen, plan, selector, loss_function) if chosen else None
         access = cache.access(planned.layout, publishes=forward_only, consumed=consumed)
         inputs = self._inputs(planned.layout, sequences, plan.runs_encoder, access)
         self.activations.begin(planned.level)
         loss, metrics = torch.ones((), device=self._device), {}  # filled: a copy of a number would wait for the device
         with self._autocast():
-            outputs = self.compute(inputs, micro_batch)
+            outputs = self.compute(inputs, micro_batch, loss_function)
             if loss_function is not None:
                 group = self.get_data_parallel_group()
                 loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
@@ -266,18 +264,29 @@ class SharedPrefixEngine(FSDPEngine):
         costs.num_padding += inputs.num_padding
         return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
 
-    def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
+    def compute(
+        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
+    ) -> dict[str, torch.Tensor]:
         """One forward of the model: named outputs of every sequence, jagged (B, length) as verl's losses read them."""
-        names, columns_NC = self._columns(inputs, micro_batch)
+        names, columns_NC = self._columns(inputs, micro_batch, loss_function)
         self.shared_model.check_every_layer_mixed(inputs.context)
         values_CL, offsets = inputs.on_sequences(columns_NC), micro_batch["input_ids"].offsets()
         return {name: torch.nested.nested_tensor_from_jagged(values_CL[i], offsets) for i, name in enumerate(names)}
 
     @abstractmethod
-    def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
+    def _columns(
+        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
+    ) -> tuple[list[str], torch.Tensor]:
         """Call the model; names of C outputs, and (N, C) of them for the labels of this rank."""
 
-    def _prefill(self, planned: PlannedMicroBatch, plan: Plan, selector: SequenceSelector, cache: PrefixCache) -> None:
+    def _prefill(
+        self,
+        planned: PlannedMicroBatch,
+        plan: Plan,
+        selector: SequenceSelector,
+        cache: PrefixCache,
+        loss_function: Callable | None,
+    ) -> None:
         """Compute without gradient what a chunk reads and no earlier one has published, if there is any."""
         if (layout := planned.prefill) is None:
             return
@@ -288,11 +297,13 @@ class SharedPrefixEngine(FSDPEngine):
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         try:
             with torch.no_grad(), self._autocast():
-                self.compute(inputs, selector.select(first, self._device))
+                self.compute(inputs, selector.select(first, self._device), loss_function)
         finally:
             self.module.train(training)
 
-    def _compute_alone(self, chosen: list[int], plan: Plan, selector: SequenceSelector) -> tuple[Responses, Responses]:
+    def _compute_alone(
+        self, chosen: list[int], plan: Plan, selector: SequenceSelector, loss_function: Callable | None
+    ) -> tuple[Responses, Responses]:
         """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance.
 
         In front of the micro-batch's own forward and not behind it: FSDP2 expects a forward's backward to come next.
@@ -304,7 +315,7 @@ class SharedPrefixEngine(FSDPEngine):
             inputs = self._inputs(layout, sequences, plan.runs_encoder)
             inputs.context.perturb = noise
             with torch.no_grad(), self._autocast():
-                outputs = self.compute(inputs, micro_batch)
+                outputs = self.compute(inputs, micro_batch, loss_function)
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
 
         alone = responses()
@@ -340,8 +351,11 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
             self.log_prob_head = install_head(base, self.model_config, self.options.logits_chunk_size)
         super()._finish_unsharded(module)
 
-    def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
-        request = read_request(micro_batch, inputs, self.engine_config, self.compute_entropy_from_logits)
+    def _columns(
+        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
+    ) -> tuple[list[str], torch.Tensor]:
+        entropy = self.compute_entropy_from_logits
+        request = read_request(micro_batch, inputs, loss_function, self.engine_config, entropy)
         in_head = self.log_prob_head is not None and self.log_prob_head.take(request)
         # transformers hands the keyword ``prefix_grouper`` through every layer, to ``attention.interface`` or
         # ``mixers.delta_layer``, which mix tokens in its place.
@@ -365,6 +379,8 @@ class SharedPrefixValueModel(SharedPrefixEngine):
         with upstream.value_models_loaded_by(load_value_model):
             return super()._build_module()
 
-    def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
+    def _columns(
+        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
+    ) -> tuple[list[str], torch.Tensor]:
         values_GS1 = self.module(**inputs.keywords).logits
         return ["values"], inputs.at_labels(values_GS1.index_select(1, inputs.head_columns))

@@ -28,21 +28,18 @@ from verl_pg_plugin.engine.inputs import ModelInputs
 logger = logging.getLogger(__name__)
 TOP_K_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
 """What verl's loss of a teacher's top k returns of each token."""
-LOSS_OF_LOGITS = "loss_of_logits"
-"""Field of a mini-batch: that loss. verl calls it inside the forward with the student's logits, here of a chunk of
-labels, and then with what that returned."""
 FusedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(N,) log-probs and entropy from (N, E) hidden states, (V, E) weight, (N,) labels and a temperature."""
 TopKLoss = Callable[[torch.Tensor, slice], list[torch.Tensor]]
 """From the logits (M, V) of the labels in a slice, outputs (M,) each."""
 
 
-def teacher_top_k(micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
+def teacher_top_k(loss: Callable[..., Any], micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
     """``TOP_K_OUTPUTS`` of labels by verl's loss, with what the teacher said of each.
 
-    ``index`` is ``ModelInputs.label_index``.
+    verl calls its ``loss`` inside the forward with the student's logits, here of a chunk of labels, and then with what
+    that returned. ``index`` is ``ModelInputs.label_index``.
     """
-    loss = tu.get_non_tensor_data(micro_batch, LOSS_OF_LOGITS, default=None)
     names = "teacher_logprobs", "teacher_ids"
     teacher_NK = {name: micro_batch[name].values().index_select(0, index) for name in names}
     # verl's loss takes this rank's equal part of what it is given, and all of this is of this rank.
@@ -96,9 +93,14 @@ class LogProbRequest:
 
 
 def read_request(
-    micro_batch: TensorDict, inputs: ModelInputs, config: Any, entropy: Callable[..., torch.Tensor]
+    micro_batch: TensorDict,
+    inputs: ModelInputs,
+    loss: Callable[..., Any] | None,
+    config: Any,
+    entropy: Callable[..., torch.Tensor],
 ) -> LogProbRequest:
     """What the trainer asks for of a micro-batch on the device; ``config`` is verl's of the engine."""
+    reads_logits = loss if uses_top_k(micro_batch) else None
     temperature = micro_batch["temperature"]
     if isinstance(temperature, torch.Tensor):
         per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
@@ -115,7 +117,7 @@ def read_request(
         with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
         with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
         entropy_from_logits=entropy,
-        top_k=teacher_top_k(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
+        top_k=teacher_top_k(reads_logits, micro_batch, inputs.label_index) if reads_logits else None,
         with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
     )
 

@@ -139,9 +139,12 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
         router.begin_microbatch(list(own_TLK.unbind(1)))
         return inputs
 
-    def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
+    def compute(
+        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
+    ) -> dict[str, torch.Tensor]:
         """Where experts are recorded also those, (tokens, layers, experts of a token) of every sequence."""
-        outputs, router, cache = super().compute(inputs, micro_batch), self._router_replay, inputs.context.cache
+        outputs = super().compute(inputs, micro_batch, loss_function)
+        router, cache = self._router_replay, inputs.context.cache
         if inputs.places is None:
             if router is not None and router.num_fired != router.num_targets:
                 raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, {router.num_fired} of the model route")
