@@ -69,9 +69,9 @@ def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> Non
     assert losses[-1] < losses[0]
 
 
-def test_architecture_without_a_token_classifier_is_an_error_that_names_those_that_have_one(tmp_path: Path) -> None:
+def test_architecture_without_a_token_classifier_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "olmo2")
-    with pytest.raises(ValueError, match=r"Olmo2Config.* AutoModelForTokenClassification.\nModel type .* Qwen3Config"):
+    with pytest.raises(ValueError, match=r"no token classifier for 'olmo2'.*critic\.model\.path"):
         make_engine(path, critic=True)
 
 

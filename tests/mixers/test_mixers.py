@@ -156,5 +156,7 @@ def test_generations_are_what_nvidia_smi_says_or_torch_where_there_is_none(monke
     monkeypatch.setattr(gated_delta.torch.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
     assert gated_delta.gpu_generations() == {8, 12}
+    done.stdout = "No devices were found\n"
+    assert gated_delta.gpu_generations() == {9}
     monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     assert gated_delta.gpu_generations() == {9}

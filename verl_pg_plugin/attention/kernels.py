@@ -164,12 +164,16 @@ def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = 
 
 
 def gpus() -> list[str]:
-    """Name, driver, compute capability and memory of each GPU; empty where nvidia-smi finds none. Asks no GPU."""
+    """Name, driver, compute capability and memory of each GPU; empty where nvidia-smi does not tell. Needs no CUDA."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip().splitlines() if result.returncode == 0 else []
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return []
+    lines = result.stdout.strip().splitlines() if result.returncode == 0 else []
+    return [line for line in lines if line.count(", ") == command[1].count(",")]  # it may tell of no GPU in words
 
 
 def load_passes(name: str) -> Passes:

@@ -59,7 +59,8 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
 
     ``input_ids`` are jagged; ``prompts`` and ``responses`` jagged (V1) or padded beside an ``attention_mask`` (legacy),
     or neither is there and a jagged ``loss_mask`` covers all tokens (SFT); ``position_ids`` are jagged or absent.
-    Raises BatchError for what is missing, empty, padded, or longer than ``architectures.steady_length``.
+    Raises BatchError for what is empty, padded, or longer than ``architectures.steady_length``, KeyError for a field
+    that is missing.
     """
     if not len(data):
         raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")

@@ -135,8 +135,9 @@ class SharedPrefixEngine(FSDPEngine):
         """Run a mini-batch in verl's no-padding format, as verl's engine does.
 
         Returns ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output``
-        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong with a mini-batch is a ValueError or
-        RankError on every rank; what else fails, as verify mode by MismatchError, fails on its rank alone.
+        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong with a mini-batch is a ValueError (a field
+        that it lacks a KeyError) or RankError on every rank; what else fails, as verify mode by MismatchError, fails on
+        its rank alone.
         """
         plan = self.plan(data, forward_only)
         of_losses = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}

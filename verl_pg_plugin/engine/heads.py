@@ -34,12 +34,13 @@ TopKLoss = Callable[[torch.Tensor, slice], list[torch.Tensor]]
 """From the logits (M, V) of the labels in a slice, outputs (M,) each."""
 
 
-def teacher_top_k(loss: Callable[..., Any], micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
+def teacher_top_k(loss: Callable[..., Any] | None, micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
     """``TOP_K_OUTPUTS`` of labels by verl's loss, with what the teacher said of each.
 
     verl calls its ``loss`` inside the forward with the student's logits, here of a chunk of labels, and then with what
     that returned. ``index`` is ``ModelInputs.label_index``.
     """
+    assert loss is not None, "a teacher's top k is asked for without the loss that reads it"
     names = "teacher_logprobs", "teacher_ids"
     teacher_NK = {name: micro_batch[name].values().index_select(0, index) for name in names}
     # verl's loss takes this rank's equal part of what it is given, and all of this is of this rank.
@@ -100,7 +101,6 @@ def read_request(
     entropy: Callable[..., torch.Tensor],
 ) -> LogProbRequest:
     """What the trainer asks for of a micro-batch on the device; ``config`` is verl's of the engine."""
-    reads_logits = loss if uses_top_k(micro_batch) else None
     temperature = micro_batch["temperature"]
     if isinstance(temperature, torch.Tensor):
         per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
@@ -117,7 +117,7 @@ def read_request(
         with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
         with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
         entropy_from_logits=entropy,
-        top_k=teacher_top_k(reads_logits, micro_batch, inputs.label_index) if reads_logits else None,
+        top_k=teacher_top_k(loss, micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
         with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForTokenClassification, PretrainedConfig
+from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification, PretrainedConfig
 from verl.utils.device import get_device_name
 
 from verl_pg_plugin.architectures import class_issues, config_issues
@@ -131,6 +131,12 @@ def load_value_model(
 
     The head is new where ``local_path`` holds a causal LM. ValueError where the architecture has no token classifier.
     """
+    own_class = "AutoModelForTokenClassification" in (getattr(model_config, "auto_map", None) or {})
+    if not (own_class and trust_remote_code) and type(model_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"transformers has no token classifier for {model_config.model_type!r}, so {local_path} cannot be a value "
+            "model; set critic.model.path to a checkpoint of an architecture that has one (qwen3, qwen2, llama, ...)"
+        )
     return AutoModelForTokenClassification.from_pretrained(
         local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
     )

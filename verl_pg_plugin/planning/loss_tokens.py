@@ -42,12 +42,16 @@ def cut_for_loss(
     is_small = 8 * num_tokens <= most
     number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
     joined = whole = cut_micro_batches(order, limits, weights, at_least, **options)
+
+    def lacking(groups: list[list[MicroBatch]]) -> int:
+        return sum(not has_loss[part.sequences].any() for group in groups for part in group)
+
     # A micro-batch without a loss token is worth up to eight more, which make room for what is in it.
-    lacks = at_least == 1 and not all(has_loss[part.sequences].any() for group in whole for part in group)
-    most_wanted = min(number + 8 * lacks, len(others.sequences)) if num_tokens else 0
+    most_wanted = number + 8 * (at_least == 1 and lacking(whole) > 0)
+    most_wanted = min(most_wanted, len(others.sequences)) if num_tokens else 0
     for wanted in range(number, most_wanted + 1):
         joined, exceed = _join(joining, cut_micro_batches(others, limits, weights, wanted, **options), most)
-        if is_small or not exceed:
+        if is_small or (not exceed and (wanted == number or lacking(joined) < lacking(whole))):
             return joined
     return joined if sum(map(len, whole)) > at_least > 1 else whole  # as many as the other rank needs
 
