@@ -48,9 +48,6 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
     # Bits are the same without gradient: no rounding to bf16 is left out, and no kernel's order of sums is timed.
     "emulate_precision_casts": True,
     "deterministic": True,
-    # Sums of fewer terms are unrolled: those over a token's experts, of which routers choose up to 12. As a reduction
-    # that is not timed such a sum gets blocks of 8 columns, half of what a read of memory brings.
-    "unroll_reductions_threshold": 13,
 }
 NORMS_BEHIND_THE_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """Of Gemma 2 and 3, OLMo 2, GLM 4 and their kin, whose backward wants the product."""
