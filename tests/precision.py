@@ -70,7 +70,6 @@ def pooled(batches: list[dict[str, float]]) -> dict[str, float]:
 
 
 def assert_no_worse(actual: dict[str, float], stock: dict[str, float]) -> None:
-    """Every error of ``actual`` within the rule."""
     faults = {name: error for name, error in stock.items() if not error < PLAUSIBLE}
     assert not faults, f"stock rmpad itself is wrong: {faults}"
     worse = [

@@ -94,7 +94,6 @@ def save_adapter(model: transformers.PreTrainedModel, path: Path, rank: int = 4)
 
 
 def group(prompt_length: int, response_lengths: Sequence[int], seed: int) -> list[Sample]:
-    """A GRPO group of random tokens."""
     return random_group(np.random.default_rng(seed), VOCAB, prompt_length, response_lengths)
 
 

@@ -102,7 +102,6 @@ def dense_outcome(tensors: Tensors, batch: Batch, window_size: int = -1, softcap
 def packed_outcome(
     tensors: Tensors, layout: PackedLayout, window_size: int = -1, kernel: Kernel | None = None, softcap: float = 0.0
 ) -> Outcome:
-    """``PackedAttention`` of the same tensors."""
     device = tensors.q.device
     packed = PackedAttention(layout, kernel or select_kernel("sdpa", device.type))
     q, k, v, *sinks = leaves = tensors.leaves()

@@ -107,7 +107,6 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, wi
 
 
 def recorded() -> Any:
-    """``sdpa`` that records its calls."""
     return replace(SDPA, forward=Mock(wraps=SDPA.forward), backward=Mock(wraps=SDPA.backward))
 
 

@@ -121,6 +121,7 @@ REFUSED: list[tuple[str, str, str]] = [
     (f"+{BESIDE}.a.inference.name=vllm +{BESIDE}.b.inference.name=hf {TOP_K}", "no teacher on hf", "=k3"),
     (f"{TOP_K} {TEACHER}.inference.name=vllm {MODEL}.use_fused_kernels=True", "never have the logits that", "=False"),
     ("prefix_grouper.attention_kernel=flash_attn_2", "needs a cuda device", "=auto"),
+    (f"{MODEL}.use_remove_padding=False {ROLLOUT}.log_prob_use_dynamic_bsz=True", "through the middle", "packed mode"),
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", "verl ignores", "++"),
     (f"{REF}.fsdp_config.use_prefix_grouper=False", "must follow", "=True"),
     (f"{REF}.strategy=fsdp {ACTOR}.strategy=megatron", "FSDP and VeOmni", "model_engine=dp"),
@@ -132,7 +133,9 @@ REFUSED: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize(("overrides", "why", "fix"), REFUSED, ids=[row[0][:60] for row in REFUSED])
 def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(overrides, why, fix, config_of) -> None:
     (issue,) = errors(config_of(overrides))
-    assert issue.key == overrides.split()[-1].lstrip("+").partition("=")[0]
+    last = overrides.split()[-1].lstrip("+")
+    assert issue.key == last.partition("=")[0]
+    assert issue.setting.lstrip("+").startswith(last.partition("{")[0].rstrip("[").replace("null", "None"))
     assert why in issue.why
     assert fix in issue.fix
 

@@ -102,14 +102,6 @@ def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
         check_engine(*engine_configs(config, REF))
 
 
-def test_log_probs_that_tear_padded_groups_apart_are_refused_before_ray(config_of) -> None:
-    override = f"{ROLLOUT}.log_prob_use_dynamic_bsz=True"
-    (issue,) = errors(config_of(override, PADDED))
-    assert issue.setting == override
-    assert "the middle" in issue.why
-    assert "packed mode" in issue.fix
-
-
 def test_what_a_machine_lacks_is_refused_with_the_command(config_of, models, monkeypatch) -> None:
     find_spec = rules.importlib.util.find_spec
     for name, mixer in MIXERS.items():

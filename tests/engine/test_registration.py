@@ -15,7 +15,7 @@ from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
 
 STOCK = "verl.workers.engine.fsdp.transformer_impl"
 OURS = "PrefixGrouperFSDPEngineWithLMHead"
-CPU, NO_PLUGINS = {"VERL_PLATFORM": "cpu"}, {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+CPU, NVIDIA, NO_PLUGINS = {"VERL_PLATFORM": "cpu"}, {"VERL_PLATFORM": "nvidia"}, {"VERL_USE_EXTERNAL_PLUGINS": "none"}
 
 BUILT = """
 from verl.workers.engine import EngineRegistry
@@ -57,22 +57,17 @@ logging.getLogger("verl_pg_plugin.engine.engine").warning("a level")
 logging.getLogger("verl_pg_plugin.trainer.groups").info("tokens not computed")
 logging.root.handlers[0].setLevel("WARNING"); logging.getLogger("verl_pg_plugin.engine.engine").warning("told once")
 """
+BROKEN = "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None\n"
+FLAG_SET = "sys.argv.append('actor_rollout_ref.actor.use_prefix_grouper=true')\nimport verl"
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "root logger silenced": (ROOT_LOGGER_SILENCED, CPU),
     "verl first": (IMPORT_VERL, CPU),
     # Then verl's entry point finds the package loaded and runs nothing.
     "package first": ("import importlib.util, verl_pg_plugin; importlib.util.find_spec('verl')" + BUILT, CPU),
     "external module": (BUILT, CPU | NO_PLUGINS | {"VERL_USE_EXTERNAL_MODULES": "verl_pg_plugin"}),
-    "broken": (
-        "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None" + SELECT_THE_MODE,
-        {"VERL_PLATFORM": "nvidia"},
-    ),
-    "broken, the flag set": (
-        "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None\n"
-        "sys.argv.append('actor_rollout_ref.actor.use_prefix_grouper=true')\nimport verl",
-        {"VERL_PLATFORM": "nvidia"},
-    ),
-    "no plugins, the mode selected": (SELECT_THE_MODE, NO_PLUGINS | {"VERL_PLATFORM": "nvidia"}),
+    "broken": (BROKEN + SELECT_THE_MODE, NVIDIA),
+    "broken, the flag set": (BROKEN + FLAG_SET, NVIDIA),
+    "no plugins, the mode selected": (SELECT_THE_MODE, NO_PLUGINS | NVIDIA),
     **{module: (FIRST_IMPORT.format(module=module) + SELECT_THE_MODE + ROLLOUT, CPU) for module in FIRST_MODULES},
 }
 
@@ -125,15 +120,6 @@ def test_on_cuda_ours_wins_and_registering_again_changes_nothing() -> None:
     entries = EngineRegistry._engines["language_model"]["fsdp2"]
     assert entries["cuda", "nvidia"] is PrefixGrouperFSDPEngineWithLMHead
     assert entries["cuda"].__module__ == entries["npu"].__module__ == STOCK
-
-
-def test_a_second_plugin_on_the_same_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OtherEngine(PrefixGrouperFSDPEngineWithLMHead):
-        pass
-
-    monkeypatch.setitem(EngineRegistry._engines["language_model"]["fsdp"], ("cuda", "nvidia"), OtherEngine)
-    with pytest.raises(RuntimeError, match=r"OtherEngine is already registered.*VERL_USE_EXTERNAL_PLUGINS"):
-        registration.register_engines()
 
 
 def test_a_broken_plugin_is_silent_in_verl_but_not_when_the_mode_is_asked_for(ended: dict[str, Ended]) -> None:

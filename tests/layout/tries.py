@@ -69,7 +69,6 @@ class Batch:
 
 
 def batch_of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Batch:
-    """A batch of (prompt, response) pairs."""
     return Batch(tuple((*prompt, *response) for prompt, response in pairs), tuple(len(prompt) for prompt, _ in pairs))
 
 
@@ -160,7 +159,7 @@ def cut_at_cost(*asked: Any, cost: float = 4.0, **options: Any) -> list[list[Mic
 class LaidOut:
     """A micro-batch, its layout and the keys of the tokens that its ``kv_index`` may name."""
 
-    part: MicroBatch | None
+    part: MicroBatch
     batch: Batch
     layout: PackedLayout
     keys: list[tuple[int, Key]]

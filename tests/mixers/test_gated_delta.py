@@ -27,7 +27,6 @@ from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import CONVOLUTION, Windows, convolve, plain_convolution
 
-TWO_KINDS = pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
 COMPILES = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -102,7 +101,7 @@ def test_chunks_that_carry_nothing_compute_their_prompts(hybrids: dict) -> None:
     assert got.metrics["prefix_grouper/chains"] == [0.0]
 
 
-@TWO_KINDS
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
 def test_two_ranks_keep_the_numbers(kind: str, hybrids: dict) -> None:
     """Of tokens spread over the ranks, in whole groups and in a split one; and of sequences of each rank."""
     spread = {"splits": True, "engine": {"ulysses_sequence_parallel_size": 2}}

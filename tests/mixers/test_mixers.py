@@ -15,7 +15,7 @@ from benchmarks.batches import make_batch
 
 from tests.engine.carried_cases import ONE_GROUP
 from tests.mixers.hybrids import SAMPLES, config_of, save_hybrid
-from tests.mixers.toy import CONVOLUTION, save_toy_model
+from tests.mixers.toy import CONVOLUTION
 from tests.support import (
     check_exact,
     check_outputs,
@@ -40,7 +40,8 @@ TREE = [*group(7, [5, 2, 3], 1), *SAMPLES[-3:]]
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_toy_model(tmp_path_factory.mktemp("toy"))
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]}
+    return save_tiny_model(tmp_path_factory.mktemp("toy"), "lfm2", **layers)
 
 
 @pytest.fixture

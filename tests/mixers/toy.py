@@ -1,7 +1,6 @@
 """A mixer in twenty lines: the short convolutions between attention layers of LFM2."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer, Lfm2ShortConv
 
-from tests.support import save_tiny_model
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.mixers import Mixer
 
@@ -46,7 +44,3 @@ def install(module: nn.Module) -> None:
 CONVOLUTION = Mixer(
     "convolution", layer_types=frozenset({"conv"}), install=install, stateful_model_types=frozenset({"lfm2"})
 )
-
-
-def save_toy_model(path: Path) -> str:
-    return save_tiny_model(path, "lfm2", num_hidden_layers=3, layer_types=["full_attention", "conv", "full_attention"])

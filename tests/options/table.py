@@ -144,7 +144,6 @@ OPTIONS = (*MICRO_BATCHES, *OUTPUTS, *HOW_LAYERS_RUN, *HOW_WEIGHTS_ARE_KEPT)
 
 
 def case_of(*names: str) -> Case:
-    """The options of these names together."""
     by_name = {option.name: option for option in OPTIONS}
     return Case(tuple(by_name[name] for name in names))
 

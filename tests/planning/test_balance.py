@@ -163,9 +163,6 @@ def test_no_rank_gets_the_most_expensive_bin_of_every_mini_batch() -> None:
     assert sorted(totals) == [17000, 17000]
 
 
-# What sequences cost together ------------------------------------------------------------------------------------
-
-
 def price(start: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return 3.0 * tokens + 0.01 * ((start + tokens) ** 2 - start**2) + 50.0 * labels
 
@@ -184,9 +181,6 @@ def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(batch: Batc
     labels = np.minimum(1, order.num_new)
     assert one.time == pytest.approx(price(order.num_shared, order.num_new, labels).sum())
     assert one.num_tokens == order.num_new.sum()
-
-
-# Sessions, places and lengths tell a driver what they share, without a token -----------------------------------------
 
 
 class Rollouts:
@@ -242,9 +236,6 @@ def test_an_edited_context_shares_what_the_sessions_share() -> None:
     estimated = rollouts.estimated()
     assert estimated.num_new.sum() == rollouts.real().num_new.sum()
     assert estimated.num_shared.tolist() == [0, 319, 299, 419]
-
-
-# Ranks that wait for each other at every micro-batch ----------------------------------------------------------------
 
 
 def chain(*costs: float) -> np.ndarray:

@@ -160,9 +160,6 @@ def test_stock_verl_makes_as_few_micro_batches_as_it_can_and_evens_them() -> Non
     assert tokens_of_stock(lengths, MicroBatchLimits(max_sequences=3)) == 300
 
 
-# Bytes, and what cached tokens take of a budget --------------------------------------------------------------------
-
-
 def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
     sizes = SIZES["8b"]
     assert sizes.held(Level.ATTENTION) == sizes.held(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)

@@ -3,8 +3,6 @@
 The first training worker puts all weights into a ``TCPStore``, from which every rollout worker reads them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import AsyncIterator, Iterable
