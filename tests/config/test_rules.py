@@ -104,10 +104,13 @@ def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
 
 def test_log_probs_that_tear_padded_groups_apart_are_refused_before_ray(config_of) -> None:
     override = f"{ROLLOUT}.log_prob_use_dynamic_bsz=True"
-    (issue,) = errors(config_of(override, PADDED))
+    issue = errors(config_of(f"{ACTOR}.use_dynamic_bsz=True {override}", PADDED))[0]
     assert issue.setting == override
     assert "the middle" in issue.why
     assert "packed mode" in issue.fix
+    for mode in (PADDED, PACKED):  # packed mode alone would not help: verl asserts that the two are alike
+        (issue,) = errors(config_of(override, mode))
+        assert (issue.setting, issue.fix) == (override, f"{ROLLOUT}.log_prob_use_dynamic_bsz=False")
 
 
 def test_what_a_machine_lacks_is_refused_with_the_command(config_of, models, monkeypatch) -> None:
