@@ -62,6 +62,18 @@ def test_dropout_is_named_by_its_key_and_lifted_by_the_advised_override(issues_o
     assert (issue.setting, issue.fix) == (f"{key}=0.1", f"++{key}=0.0")
     assert issues_of(path, **{key: 0.0}) == []
     assert issues_of(checkpoint, **{key: 0.2})[0].key == key
+    inner = f"{MODEL}.override_config.model_config.attention_dropout"  # verl reads such a section in place of the outer
+    (issue,) = issues_of(path, **{inner: 0.1})
+    assert issue.fix == f"++{inner}=0.0"
+    assert issues_of(path, **{inner: 0.0}) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", "two"), ("rope_scaling", {"rope_type": "yarn"})])
+def test_an_override_that_does_not_fit_the_config_is_named_and_not_the_config(issues_of, checkpoint, name, value):
+    (issue,) = issues_of(checkpoint, **{f"{MODEL}.override_config.{name}": value})
+    assert issue.setting == f"{MODEL}.override_config={ {name: value} }"
+    assert issue.why.startswith("does not fit the checkpoint's config: ")
+    assert "\n" not in issue.why
 
 
 def test_sequences_that_would_lend_others_their_rotary_frequencies_are_warned_of(make_config, tmp_path):
@@ -80,6 +92,8 @@ def test_a_folder_that_is_missing_or_no_checkpoint_is_refused_in_every_mode(issu
     (issue,) = issues_of("./no/such/folder", mode)
     assert (issue.setting, issue.why) == (f"{MODEL}.path=./no/such/folder", "no such folder")
     assert "no config.json" in issues_of(tmp_path, mode)[0].why
+    key = f"{MODEL}.hf_config_path"
+    assert issues_of(tmp_path, mode, **{key: "/gone"})[0].fix.startswith(f"{key}=")
     assert "verl does not expand ~" in issues_of("~/model", mode)[0].fix
 
 

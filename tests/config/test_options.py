@@ -61,6 +61,9 @@ def test_options_of_an_sft_run_which_no_preflight_sees_are_read_and_checked_by_t
             PrefixGrouperEngineConfig(prefix_grouper=wrong)
     with pytest.raises(ConfigError, match="is not a boolean"):
         PrefixGrouperEngineConfig(use_prefix_grouper="no")
+    assert PrefixGrouperEngineConfig(use_prefix_grouper=1).use_prefix_grouper  # as in preflight
+    with pytest.raises(ConfigError, match=r"\+engine\.prefix_grouper=inputs\n   why: is not a section of options"):
+        PrefixGrouperEngineConfig(prefix_grouper="inputs")
 
 
 def test_what_the_values_mean():

@@ -54,6 +54,8 @@ WORKING: dict[str, str] = {
     "distillation.teacher_models.teacher_model.model_path=/gone "
     "+distillation.teacher_models.second={{model_path:Qwen/Qwen3-4B,key:all,num_replicas:0,inference:{{name:vllm}}}} "
     "distillation.nnodes=0",
+    "a_number_of_sequences_that_verl_reads_for_no_critic": CRITIC.replace("gpu=8", "gpu=0")
+    + "critic.use_dynamic_bsz=False",
     "old_log_probs_that_nobody_computes": "algorithm.rollout_correction.bypass_mode=True "
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=0",
     "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "
@@ -96,10 +98,14 @@ REFUSED: list[tuple[str, str, str]] = [
     (f"{SP}=3", "cannot be spread", f"{SP}=2"),  # said once: the reference policy's own follows it in verl's config
     *(
         (override, "is no number of at least 1", "")
-        for override in ("trainer.nnodes=two", f"{ROLLOUT}.n=0", f"{ACTOR}.ppo_mini_batch_size=-8", f"{SP}=0")
+        for override in (
+            *("trainer.nnodes=two", f"{ROLLOUT}.n=0", f"{ROLLOUT}.n=null", f"{ACTOR}.ppo_mini_batch_size=-8"),
+            *(f"{SP}=0", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=two"),
+        )
     ),
+    (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=null", "number of tokens", ""),
     (
-        "algorithm.adv_estimator=gae critic.model.path={models}/qwen3 critic.use_dynamic_bsz=True "
+        "algorithm.adv_estimator=gae critic.model.path={models}/qwen3 critic.use_dynamic_bsz=False "
         "+critic.ppo_infer_max_token_len_per_gpu=-5",
         "number of tokens",
         "",
@@ -121,7 +127,8 @@ REFUSED: list[tuple[str, str, str]] = [
     (f"+{BESIDE}.a.inference.name=vllm +{BESIDE}.b.inference.name=hf {TOP_K}", "no teacher on hf", "=k3"),
     (f"{TOP_K} {TEACHER}.inference.name=vllm {MODEL}.use_fused_kernels=True", "never have the logits that", "=False"),
     ("prefix_grouper.attention_kernel=flash_attn_2", "needs a cuda device", "=auto"),
-    (f"{MODEL}.use_remove_padding=False {ROLLOUT}.log_prob_use_dynamic_bsz=True", "through the middle", "packed mode"),
+    (f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", "workers assert that", "=False"),
+    (f"{MODEL}.use_remove_padding=False {ACTOR}.use_dynamic_bsz=True", "through the middle", "packed mode"),
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", "verl ignores", "++"),
     (f"{REF}.fsdp_config.use_prefix_grouper=False", "must follow", "=True"),
     (f"{REF}.strategy=fsdp {ACTOR}.strategy=megatron", "FSDP and VeOmni", "model_engine=dp"),
@@ -157,6 +164,8 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     short = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=64"
     check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {short}"))
     assert "holds 64 tokens, and a sequence of more, of up to" in caplog.text
+    check(config_of(f"{CRITIC} data.max_prompt_length=40000"))  # in V1: a key that verl's files lack
+    assert "; ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
     assert "attention over shared prefixes runs in its place" in caplog.text
     assert "nothing is offloaded" in caplog.text
 

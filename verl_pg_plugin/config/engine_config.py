@@ -54,7 +54,10 @@ def _read_options(engine: PrefixGrouperEngineConfig | PrefixGrouperVeOmniEngineC
         if issues := list(option_issues(given, f"+engine.{OPTIONS}")):
             raise ConfigError(issues)
         object.__setattr__(engine, "prefix_grouper", PrefixGrouperOptions(**given))
-    if not isinstance(flag := engine.use_prefix_grouper, bool):
+    elif not isinstance(options, PrefixGrouperOptions):
+        fix = f"+engine.{OPTIONS}.<option>=<value>, or remove it"
+        raise ConfigError([Issue(f"+engine.{OPTIONS}={options}", "is not a section of options", fix)])
+    if (flag := engine.use_prefix_grouper) not in (None, True, False):  # 1 and 0 too, as in preflight
         raise ConfigError([Issue(f"use_prefix_grouper={flag}", "is not a boolean", "True or False")])
 
 

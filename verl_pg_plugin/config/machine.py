@@ -156,18 +156,24 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
             return None, []
         folder = str(Path(config_json).parent)
     if not Path(folder, "config.json").is_file():
-        fix = f"{section}.path=<folder written by save_pretrained>"
+        fix = f"{key}=<folder written by save_pretrained>"
         return None, [Issue(setting, "the folder has no config.json", fix)]
     trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))
+    hf_config, own = None, f"{section}.override_config"
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        entry = OmegaConf.select(config, f"{section}.override_config")  # applied as verl's HFModelConfig applies it
+        entry = OmegaConf.select(config, own)  # applied as verl's HFModelConfig applies it
         overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
-        update_model_config(hf_config, override_config_kwargs=overrides.get("model_config", overrides))
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of overrides that do not fit it too
+        if "model_config" in overrides:
+            own, overrides = f"{own}.model_config", overrides["model_config"]
+        update_model_config(hf_config, override_config_kwargs=overrides)
+    except Exception as error:  # whatever a class of configs raises, of overrides that do not fit it too
         brings_code = "auto_map" in Path(folder, "config.json").read_text(errors="replace")
         if not shares or (trusted and brings_code) or OmegaConf.select(config, f"{section}.external_lib"):
             return None, []  # code of the user's own may read it, in the workers
+        if hf_config is not None:
+            why = f"does not fit the checkpoint's config: {' '.join(str(error).split())}"
+            return None, [Issue(f"{own}={overrides}", why, f"correct it, or write it into {folder}/config.json")]
         why = f"transformers cannot read its config.json: {str(error).strip().partition(chr(10))[0]}"
         newer = f"{section}.trust_remote_code=True if you trust it" if brings_code else "install a newer transformers"
         fix = f"repair {folder}/config.json, or {newer}"
@@ -178,7 +184,7 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         why = f"verl wants exactly one entry under architectures, config.json has {hf_config.architectures}"
         fix = f'write "architectures": ["<its model class>"] into {folder}/config.json'
         return hf_config, [Issue(setting, why, fix)]
-    own, issues = f"{section}.override_config", []
+    issues = []
     for issue in architecture_issues(hf_config, trusted, value_model=section == CRITIC_MODEL):
         fix = issue.fix.replace(OVERRIDE, own) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
         issues.append(Issue(issue.setting.replace(OVERRIDE, own) or setting, issue.why, fix))

@@ -18,6 +18,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
 from verl.utils.config import validate_config
+from verl.workers.config import CriticConfig
 
 from verl_pg_plugin import compat
 from verl_pg_plugin.architectures import steady_length
@@ -36,13 +37,13 @@ from verl_pg_plugin.config.keys import (
     VEOMNI,
 )
 from verl_pg_plugin.config.machine import count_of, machine_issues, read_checkpoint, teachers_of
-from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode, mode_of
+from verl_pg_plugin.config.mode import SP_SIZE, Engine, mode_of
 from verl_pg_plugin.config.options import option_issues
 from verl_pg_plugin.issue import ConfigError, Issue
 
 logger = logging.getLogger(__name__)
 
-TORN = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
+DYNAMIC_LOG_PROBS = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
 RAY_INIT = "ray_kwargs.ray_init"
 
 
@@ -112,7 +113,7 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
     for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING):
         flag = OmegaConf.select(config, key)
         if flag not in (None, True, False):  # 1 and 0 too
-            why = "is not a boolean; the values are True and False"  # Hydra reads no as a word, and a word is true
+            why = "is not a boolean; the values are True and False without quotes"  # no is a word, so true
             yield Issue(f"{key}={flag}", why, f"{key}=True or False")
     section = OmegaConf.select(config, OPTIONS)
     if isinstance(section, DictConfig):
@@ -124,8 +125,10 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
 
 def _combinations(config: DictConfig) -> Iterator[Issue]:
     """Settings of several sections that do not go together where prefixes are shared."""
-    if mode_of(config) is Mode.PADDED_GROUPS and OmegaConf.select(config, TORN):
-        yield rules.not_padded(MODEL, f"{TORN}=True", rules.TORN_BY_TOKENS)
+    log_probs, update = (OmegaConf.select(config, key) for key in (DYNAMIC_LOG_PROBS, f"{ACTOR}.use_dynamic_bsz"))
+    if log_probs != update:
+        why = f"verl's workers assert that it is {ACTOR}.use_dynamic_bsz, which is {update}"
+        yield Issue(f"{DYNAMIC_LOG_PROBS}={log_probs}", why, f"{DYNAMIC_LOG_PROBS}={update}")
     if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
         loss_mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
         if OmegaConf.select(config, "distillation.enabled") and loss_mode == "forward_kl_topk":
@@ -222,29 +225,34 @@ def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
     for section in (*rules.roles_of(config), *(() if bypasses else (ROLLOUT,))):
         switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
-        if section == CRITIC and by_tokens and OmegaConf.select(config, "trainer.use_v1"):
-            kind = "ppo_infer"  # which V1 takes for the update too
+        if section == CRITIC:  # whose own switch verl's trainers do not hand on
+            by_tokens = rules.engine_of(config, CRITIC).get("use_dynamic_bsz") is not False
+            kind = "ppo_infer" if by_tokens and OmegaConf.select(config, "trainer.use_v1") else kind  # for updates too
         yield section, f"{section}.{kind}_{'max_token_len' if by_tokens else 'micro_batch_size'}_per_gpu", by_tokens
 
 
 def _counts(config: DictConfig) -> Iterator[Issue]:
     """Words and zeros where verl counts, and rollout engines that are not named or not for a loss: verl fails late."""
-    least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
+    engines = [rules.engine_of(config, role) for role in rules.roles_of(config)]
+    least = {f"{engine.model_section}.lora_rank": (0, "rank") for engine in engines}
     counts = "trainer.n_gpus_per_node", "trainer.nnodes", f"{ROLLOUT}.n"
-    least |= dict.fromkeys((*counts, f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.{SP_SIZE}"), (1, "number"))
+    ulysses = f"{ACTOR}.{SP_SIZE}", *(engine.sp_key for engine in engines)
+    least |= dict.fromkeys((*counts, f"{ACTOR}.ppo_mini_batch_size", *ulysses), (1, "number"))
     for _, key, by_tokens in micro_batch_limits(config):
         least[key] = 1, "number of tokens" if by_tokens else "number of sequences"
     for key, (at_least, what) in least.items():
-        value = OmegaConf.select(config, key)
-        if value is not None and not (isinstance(value, int | float) and value >= at_least):
+        value = OmegaConf.select(config, key, default=at_least)  # null is none of them
+        if not (isinstance(value, int | float) and value >= at_least):
             yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", f"{key}=<{what}>")
     longest = sum(count_of(config, f"data.max_{part}_length") for part in ("prompt", "response"))
     for role, key, by_tokens in micro_batch_limits(config) if mode_of(config).shares_prefixes else ():
-        budget = count_of(config, key) * rules.engine_of(config, ACTOR if role == ROLLOUT else role).sp_size
+        of_verl = CriticConfig.ppo_infer_max_token_len_per_gpu if role == CRITIC else 0  # a key that its files lack
+        limit = count_of(config, key) or of_verl
+        budget = limit * rules.engine_of(config, ACTOR if role == ROLLOUT else role).sp_size
         if by_tokens and 0 < budget < longest - 1:
             why = f"holds {budget} tokens, and a sequence of more, of up to {longest - 1}, would end the run"
-            fits = -(-(longest - 1) * count_of(config, key) // budget)
-            yield Issue(f"{key}={count_of(config, key)}", why, f"{key}={fits}", is_warning=True)
+            fix = f"{'++' * (role == CRITIC)}{key}={-(-(longest - 1) * limit // budget)}"
+            yield Issue(f"{key}={limit}", why, fix, is_warning=True)
     if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
         yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", f"{ROLLOUT}.name=vllm, sglang, or hf on a CPU")
     top_k = OmegaConf.select(config, loss := "distillation.distillation_loss.loss_mode") == "forward_kl_topk"
