@@ -98,7 +98,8 @@ def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
     key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
     config = config_of(f"{key}=2", PADDED)
     check_engine(*engine_configs(config, ACTOR))
-    with pytest.raises(ValueError, match=rf"{key}=2: sequence parallelism would cut padded groups.* \(fix: .*; or set"):
+    said = rf"{key}=2: sequence parallelism would cut padded groups.* \(fix: .*; or set .*in verl's SFT trainer"
+    with pytest.raises(ValueError, match=said):
         check_engine(*engine_configs(config, REF))
 
 

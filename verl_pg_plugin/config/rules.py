@@ -50,7 +50,8 @@ def check_engine(engine_config: Any, model_config: Any) -> None:
     engine = Engine.of(engine_config, model_config)
     if found := [issue for rule in RULES for issue in rule(engine) if not issue.is_warning]:
         listing = "; ".join(f"{issue.setting}: {issue.why} (fix: {issue.fix})" for issue in found)
-        raise ValueError(f"use_prefix_grouper=True: {listing}; or set {USE_PREFIX_GROUPER}=False")
+        of_sft = f"; in verl's SFT trainer the sections are model, +engine and +engine.{OPTIONS}"
+        raise ValueError(f"use_prefix_grouper=True: {listing}; or set {USE_PREFIX_GROUPER}=False{of_sft}")
 
 
 def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
