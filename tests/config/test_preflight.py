@@ -56,6 +56,9 @@ WORKING: dict[str, str] = {
     "distillation.nnodes=0",
     "a_number_of_sequences_that_verl_reads_for_no_critic": CRITIC.replace("gpu=8", "gpu=0")
     + "critic.use_dynamic_bsz=False",
+    "a_critic_cut_by_sequences_in_its_engine_config": CRITIC.replace("gpu=8", "gpu=null")
+    + "++critic.fsdp.use_dynamic_bsz=False ++critic.fsdp.micro_batch_size_per_gpu=8 critic.use_dynamic_bsz=True "
+    "++critic.fsdp.infer_micro_batch_size_per_gpu=8",
     "old_log_probs_that_nobody_computes": "algorithm.rollout_correction.bypass_mode=True "
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=0",
     "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "

@@ -226,8 +226,9 @@ def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
         switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
         if section == CRITIC:  # whose own switch verl's trainers do not hand on
-            by_tokens = rules.engine_of(config, CRITIC).get("use_dynamic_bsz") is not False
-            kind = "ppo_infer" if by_tokens and OmegaConf.select(config, "trainer.use_v1") else kind  # for updates too
+            if rules.engine_of(config, CRITIC).get("use_dynamic_bsz") is False:
+                continue  # sizes are those of its engine config
+            by_tokens, kind = True, "ppo_infer" if OmegaConf.select(config, "trainer.use_v1") else kind  # updates too
         yield section, f"{section}.{kind}_{'max_token_len' if by_tokens else 'micro_batch_size'}_per_gpu", by_tokens
 
 

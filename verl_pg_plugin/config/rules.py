@@ -7,7 +7,6 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from verl_pg_plugin.mixers.mixer import Mixer
 from verl_pg_plugin.modalities import modality_of
 
 STOCK = f"{USE_PREFIX_GROUPER}=False (stock verl)"
-TORN_BY_TOKENS = "dynamic micro-batches are cut by token count, through the middle of a group"
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
 """Attention implementations that attention over shared prefixes stands in for."""
 
@@ -194,12 +192,17 @@ def padded_groups(engine: Engine) -> Iterator[Issue]:
     """A padded group must reach the model whole and in order; packed mode does all of this."""
     if engine.mode is not Mode.PADDED_GROUPS:
         return
-    refuse, unpadded = partial(not_padded, engine.model_section), engine.model_setting("use_remove_padding")
+    packed = f"{engine.model_section}.use_remove_padding=True (packed mode, which supports it)"
+    unpadded = engine.model_setting("use_remove_padding")
+
+    def refuse(setting: str, why: str) -> Issue:
+        return Issue(setting, why, f"{packed}, or leave the setting out")
+
     if engine.role == CRITIC and engine.get("use_dynamic_bsz") is not False:
         yield refuse(unpadded, "verl cuts the critic's micro-batches by tokens, which padded groups do not support")
     elif engine.role != CRITIC and engine.get("use_dynamic_bsz"):
         switch = f"{engine.role}.{'log_prob_' if engine.role == REF else ''}use_dynamic_bsz"
-        yield refuse(f"{switch}=True", TORN_BY_TOKENS)
+        yield refuse(f"{switch}=True", "dynamic micro-batches are cut by token count, through the middle of a group")
     if engine.of_model("use_fused_kernels"):
         why = "the LM head runs on columns of padded groups and would bypass verl's fused one"
         yield refuse(engine.model_setting("use_fused_kernels"), why)
@@ -218,12 +221,6 @@ def padded_groups(engine: Engine) -> Iterator[Issue]:
         yield refuse(unpadded, why)
     if _encodes_images(engine):
         yield refuse(unpadded, f"{engine.hf_config.model_type} reads images, which padded groups do not hold")
-
-
-def not_padded(model_section: str, setting: str, why: str) -> Issue:
-    """A setting that padded groups do not run with."""
-    fix = f"{model_section}.use_remove_padding=True (packed mode, which supports it), or leave the setting out"
-    return Issue(setting, why, fix)
 
 
 def packages(engine: Engine) -> Iterator[Issue]:
