@@ -186,17 +186,23 @@ def test_a_forward_compiles_all_in_settings_that_no_loss_sees(compile_with) -> N
     assert settings() == torchs != ours
 
 
-def test_sizes_of_flat_weights_are_fixed_else_kernels_are_slower(compile_with) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_counts_and_sizes_of_weights_are_numbers_else_kernels_are_slower(compile_with, strategy: str) -> None:
     shapes: list[Any] = []
+    counts: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        nodes = graph.graph.find_nodes(op="placeholder")
+        values = [node.meta["example_value"] for node in nodes]
         shapes.extend(value.shape for value in values if isinstance(value, torch.Tensor))
+        counts.extend(node.target for node in nodes if isinstance(node.meta["example_value"], torch.SymInt))
         return graph.forward
 
-    update(compile_with(backend, strategy="fsdp"), WHOLE)
+    update(compile_with(backend, strategy=strategy), WHOLE)
     of_any_size = {len(shape) for shape in shapes if not all(type(size) is int for size in shape)}
     assert min(of_any_size) == 3, "weights have two dimensions at most"
+    assert counts
+    assert not [name for name in counts if name.startswith("L_self")]
 
 
 def test_compiled_layers_of_a_model_are_of_one_class_or_fsdp1_wraps_the_first_alone(qwen3: str) -> None:

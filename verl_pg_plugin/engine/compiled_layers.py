@@ -34,6 +34,8 @@ DYNAMO_SETTINGS: dict[str, Any] = {
     # Numbers of a layer (epsilons, scales) never change. As symbols each would be made a tensor, checked and read again
     # in every call of a graph.
     "specialize_float": True,
+    # Nor do its counts (heads, experts of a token). torch takes those of modules under FSDP for symbols, and loops.
+    "skip_fsdp_guards": False,
 }
 AUTOGRAD_SETTINGS: dict[str, Any] = {
     # Gradients of queries, keys and values lie as the forward has written these. 2.11 would copy them by default.
@@ -48,6 +50,8 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
     # Bits are the same without gradient: no rounding to bf16 is left out, and no kernel's order of sums is timed.
     "emulate_precision_casts": True,
     "deterministic": True,
+    # A sum over a token's experts is written out: a loop over so few is slow, the slower with its block not timed.
+    "unroll_reductions_threshold": 17,
 }
 NORMS_BEHIND_THE_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """Of Gemma 2 and 3, OLMo 2, GLM 4 and their kin, whose backward wants the product."""
