@@ -41,10 +41,15 @@ FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
         ),
         (main_ppo, (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}",), ["no.such.key"]),
         (main_ppo, (f"{ACTOR}.loss_agg_mode=mean",), ["1 problem", "Invalid loss_agg_mode: mean"]),
+        (main_ppo, (f"~{ACTOR}.fsdp_config",), ["1 problem", "leave out the override that removes it"]),
+        (
+            main_ppo,
+            ("algorithm.adv_estimator=gae", "+critic.fsdp.use_dynamic_bsz=False"),
+            [f"fix: ++critic.fsdp.{size}_per_gpu=" for size in ("micro_batch_size", "infer_micro_batch_size")],
+        ),
         (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
         (verls_main_ppo, (f"{QAT}.enable=True", f"{QAT}.mode=w4a4", "trainer.use_v1=False"), [f"{QAT}.mode=w4a16"]),
     ],
-    ids=["ours", "ours, interpolation", "ours, verl's validation", "verl's, unknown class", "verl's V0"],
 )
 def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
     entry_point, overrides, said, runnable_overrides, tmp_path, monkeypatch, capsys

@@ -132,6 +132,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("prefix_grouper.attention_kernel=flash_attn_2", "needs a cuda device", "=auto"),
     (f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", "workers assert that", "=False"),
     (f"{MODEL}.use_remove_padding=False {ACTOR}.use_dynamic_bsz=True", "through the middle", "packed mode"),
+    (f"{MODEL}.use_remove_padding=False {REF}.log_prob_use_dynamic_bsz=True", "through the middle", "packed mode"),
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", "verl ignores", "++"),
     (f"{REF}.fsdp_config.use_prefix_grouper=False", "must follow", "=True"),
     (f"{REF}.strategy=fsdp {ACTOR}.strategy=megatron", "FSDP and VeOmni", "model_engine=dp"),

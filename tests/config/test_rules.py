@@ -41,8 +41,6 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
     (PACKED, f"{GAE} critic.fsdp.{SP}=3", "", "cannot be spread", f"critic.fsdp.{SP}=2"),
     (PACKED, f"{NEXT} {KEY_HEADS}=3 {ACTOR}.fsdp_config.{SP}=2", "", "qwen3_next: 3 key heads cannot", f"{SP}=1"),
     (PACKED, VL, f"{VISION}=flash_attention_2", "the vision encoder of qwen3_vl", f"{VISION}=sdpa"),
-    (PADDED, f"{ACTOR}.use_dynamic_bsz=True", "", "through the middle", "packed mode"),
-    (PADDED, f"{REF}.log_prob_use_dynamic_bsz=True", "", "through the middle", ""),
     (PADDED, f"{GAE} critic.model.use_remove_padding=False", "", "critic's", ""),
     (PADDED, f"{ACTOR}.{SP}=2", "", "cut padded groups at shard edges", ""),
     (PADDED, f"{REF}.fsdp_config.{SP}=2", "", "shard edges", ""),
@@ -68,9 +66,7 @@ def engine_configs(config: DictConfig, role: str) -> tuple[Any, Any]:
             section[f"ppo_{name}"] = section.pop(f"log_prob_{name}")
         section["use_dynamic_bsz"] = section.pop("log_prob_use_dynamic_bsz")
         model.mtp = MtpConfig(enable=False)
-    engine = omega_conf_to_dataclass(section).engine
-    engine.use_dynamic_bsz = section["use_dynamic_bsz"]
-    return engine, model
+    return omega_conf_to_dataclass(section).engine, model
 
 
 def errors(config: DictConfig) -> list[Issue]:
@@ -97,7 +93,7 @@ def test_preflight_and_engine_refuse_the_same(mode, overrides, setting, why, fix
 def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
     key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
     config = config_of(f"{key}=2", PADDED)
-    check_engine(*engine_configs(config, ACTOR))
+    check_engine(*engine_configs(config, ACTOR))  # says nothing of batches, as in SFT
     said = rf"{key}=2: sequence parallelism would cut padded groups.* \(fix: .*; or set .*in verl's SFT trainer"
     with pytest.raises(ValueError, match=said):
         check_engine(*engine_configs(config, REF))

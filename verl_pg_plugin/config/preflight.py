@@ -157,10 +157,10 @@ def _engine_issues(config: DictConfig, engine: Engine) -> Iterator[Issue]:
             yield Issue(f"{key}={strategy}", why, f"model_engine=dp {key}=fsdp2")
         return
     if (shares or engine.on_veomni) and not engine.get("_target_"):
-        brings = f"model_engine={VEOMNI if engine.on_veomni else 'dp'}"
-        yield Issue(
-            f"{key}={strategy}", f"the config has no {engine.section}, which only {brings} brings along", brings
-        )
+        group, chosen = VEOMNI if engine.on_veomni else "dp", OmegaConf.select(config, "model_engine")
+        why = f"the config has no {engine.section}._target_, which only model_engine={group} brings along"
+        fix = "leave out the override that removes it" if chosen == group else f"model_engine={group}"
+        yield Issue(f"{key}={strategy}", why, fix)
         return
     if not (engine.on_veomni and engine.role == CRITIC):  # which a rule refuses
         yield from _engine_config_issues(config, engine, shares)
@@ -226,8 +226,10 @@ def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
         switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
         if section == CRITIC:  # whose own switch verl's trainers do not hand on
-            if rules.engine_of(config, CRITIC).get("use_dynamic_bsz") is False:
-                continue  # sizes are those of its engine config
+            engine = rules.engine_of(config, CRITIC)
+            if engine.get("use_dynamic_bsz") is False:  # sizes are those of its engine config
+                yield from ((section, f"{engine.section}.{of}micro_batch_size_per_gpu", False) for of in ("", "infer_"))
+                continue
             by_tokens, kind = True, "ppo_infer" if OmegaConf.select(config, "trainer.use_v1") else kind  # updates too
         yield section, f"{section}.{kind}_{'max_token_len' if by_tokens else 'micro_batch_size'}_per_gpu", by_tokens
 
@@ -242,9 +244,11 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
     for _, key, by_tokens in micro_batch_limits(config):
         least[key] = 1, "number of tokens" if by_tokens else "number of sequences"
     for key, (at_least, what) in least.items():
-        value = OmegaConf.select(config, key, default=at_least)  # null is none of them
+        # Null is none of them, and what a size defaults to.
+        value = OmegaConf.select(config, key, default=None if "micro_batch_size" in key else at_least)
         if not (isinstance(value, int | float) and value >= at_least):
-            yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", f"{key}=<{what}>")
+            fix = f"{'++' * key.startswith(CRITIC)}{key}=<{what}>"  # verl's files lack some of the critic's
+            yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", fix)
     longest = sum(count_of(config, f"data.max_{part}_length") for part in ("prompt", "response"))
     for role, key, by_tokens in micro_batch_limits(config) if mode_of(config).shares_prefixes else ():
         of_verl = CriticConfig.ppo_infer_max_token_len_per_gpu if role == CRITIC else 0  # a key that its files lack

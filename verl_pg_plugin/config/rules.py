@@ -64,7 +64,7 @@ def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
         size = None if engine.on_veomni else OmegaConf.select(config, f"{role}.{SP_SIZE}")
         sp_key = f"{role}.{SP_SIZE}" if isinstance(size, int) and size > 1 else sp_key
         dynamic = f"{role}.use_dynamic_bsz" if role == ACTOR else f"{role}.log_prob_use_dynamic_bsz"
-        found["use_dynamic_bsz"] = OmegaConf.select(config, dynamic)
+        found["batches_by_tokens"] = OmegaConf.select(config, dynamic)
         found["pad_to_length"] = found.get("pad_to_length") or OmegaConf.select(config, f"{role}.pad_to_length")
     found |= {
         "strategy": strategy,
@@ -200,7 +200,7 @@ def padded_groups(engine: Engine) -> Iterator[Issue]:
 
     if engine.role == CRITIC and engine.get("use_dynamic_bsz") is not False:
         yield refuse(unpadded, "verl cuts the critic's micro-batches by tokens, which padded groups do not support")
-    elif engine.role != CRITIC and engine.get("use_dynamic_bsz"):
+    elif engine.get("batches_by_tokens"):  # known before Ray alone; SFT's engine configs do not say it
         switch = f"{engine.role}.{'log_prob_' if engine.role == REF else ''}use_dynamic_bsz"
         yield refuse(f"{switch}=True", "dynamic micro-batches are cut by token count, through the middle of a group")
     if engine.of_model("use_fused_kernels"):

@@ -24,7 +24,8 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
     if not packed and tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
         raise BatchError(
             "use_dynamic_bsz=True cuts groups by their tokens, which the padded prefix_grouper mode does not support; "
-            "set actor_rollout_ref.model.use_remove_padding=True (packed mode) or use_dynamic_bsz=False"
+            "set actor_rollout_ref.model.use_remove_padding=True (packed mode) or use_dynamic_bsz=False; in verl's SFT "
+            "trainer model.use_remove_padding=True or data.use_dynamic_bsz=False"
         )
     if (together := tu.get_non_tensor_data(data, "force_group_size", default=1)) != 1:
         why = "shared prefixes put sequences of a micro-batch in an order of their own"
