@@ -43,9 +43,10 @@ def test_the_error_of_carried_groups_is_that_of_whole_groups(tmp_path: Path, opt
     assert max(worse.values()) <= 1.05, worse
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_compiled_updated_log_probs_are_the_old_ones_else_the_first_steps_kl_is_not_0(tmp_path, strategy: str) -> None:
-    path = save_tiny_model(tmp_path, **{**GPU_SIZES, "hidden_size": 2560, "intermediate_size": 9728})
+@pytest.mark.parametrize(("kind", "strategy"), [("qwen3", "fsdp2"), ("qwen3", "fsdp"), ("qwen3_moe", "fsdp2")])
+def test_compiled_updated_log_probs_are_the_old_ones_else_the_first_steps_kl_is_not_0(tmp_path, kind, strategy) -> None:
+    experts = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    path = save_tiny_model(tmp_path, kind, **{**GPU_SIZES, "hidden_size": 2560, "intermediate_size": 9728, **experts})
     engine = make_engine(path, strategy=strategy, engine={**BF16, "compile_layers": True})
     old = old_outputs(engine, two_groups(4096))["log_probs"]
     new = update(engine, two_groups(4096), LOSS, return_model_output=True).outputs["log_probs"]
