@@ -62,7 +62,7 @@ UNCOMPILED: dict[str, str] = {
             "ernie4_5 ernie4_5_moe olmo2"
         ),
         "have run compiled in one small model on a GPU, where no speed was measured (torch 2.11)": (
-            "qwen2_5_vl qwen3_vl qwen3_vl_moe"
+            "qwen2_5_vl qwen3_vl_moe"
         ),
         "hold a recurrence of fla's, and Qwen3.5-9B gains nothing compiled (fla 0.6, H200)": (
             "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"

@@ -205,6 +205,23 @@ def flat_parameters_obstacle() -> str:
     return f"this torch does not ask {WHOLE} of the layers of FSDP1 (strategy=fsdp); those of strategy=fsdp2 compile"
 
 
+def keep_strides_of_grouped_products() -> None:
+    """Let torch write what a compiled graph hands to a grouped product in the order that it was traced in.
+
+    What: inductor's constraint on the inputs of ``aten._grouped_mm`` is the order of their strides, no longer density.
+    Why: the backward of experts whose weights lie as they are multiplied (gpt-oss) multiplies what it recomputes,
+    transposed. Written in that order, its rows are as long as tokens have experts in all, and most such numbers end in
+    "strides should be multiple of 16 bytes".
+    Versions: torch 2.11 to 2.15.
+    Remove when: inductor keeps these strides, or ``grouped_mm`` takes rows of any length.
+    """
+    import torch
+    from torch._inductor import lowering
+
+    constraint = _found(lowering, "constrain_to_fx_strides", "fx_node")
+    _found(lowering, "add_layout_constraint", "fn constraint")(torch.ops.aten._grouped_mm, constraint)
+
+
 def use_single_gloo_backend() -> None:
     """Let verl's workers start a process group on the platform ``cpu``.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from benchmarks.batches import make_batch
 from torch._dynamo import config
@@ -199,6 +200,26 @@ def test_counts_and_sizes_of_weights_are_numbers_else_kernels_are_slower(compile
     of_any_size = {len(shape) for shape in shapes if not all(type(size) is int for size in shape)}
     assert min(of_any_size) == 3, "weights have two dimensions at most"
     assert not [name for name, value in found if isinstance(value, torch.SymInt) and name.startswith("L_self")]
+
+
+def test_experts_with_transposed_weights_compile_for_any_number_of_tokens() -> None:
+    """Those of gpt-oss. torch would end in an error that is of neither the compiler nor the model."""
+    tokens, weights = torch.randn(5, 16, dtype=torch.bfloat16), torch.randn(2, 16, 16, dtype=torch.bfloat16)
+    inputs, twice, rows = (
+        (tokens.requires_grad_(), weights.requires_grad_()),
+        torch.arange(10) // 2,
+        torch.tensor([4, 10]),
+    )
+
+    def experts(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(tokens.sin()[twice], weights, offs=rows.int())
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        own, compiled = (
+            torch.autograd.grad(run(*inputs).float().square().sum(), inputs)
+            for run in (experts, compile_forward(experts))
+        )
+    torch.testing.assert_close(compiled, own)
 
 
 def test_compiled_layers_of_a_model_are_of_one_class_or_fsdp1_wraps_the_first_alone(qwen3: str) -> None:

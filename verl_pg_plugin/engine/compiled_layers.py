@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointError
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_pg_plugin.architectures import CHECKPOINTS_FORWARD
+from verl_pg_plugin.upstream import keep_strides_of_grouped_products
 
 DYNAMO_SETTINGS: dict[str, Any] = {
     # Graphs that one function may be compiled to: kinds of layers count, and with and without gradient. Behind its own
@@ -110,6 +111,7 @@ def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     FSDP2 hands a layer views of its inputs, and in a recomputation the inputs themselves. torch would compile a graph
     for each, and the checkpoint find operators that the forward never ran. So no view is handed on.
     """
+    keep_strides_of_grouped_products()
     compiled = torch.compile(forward, dynamic=True, options=INDUCTOR_OPTIONS)
 
     @wraps(forward)
