@@ -101,8 +101,7 @@ def _attend(client: socket.socket) -> None:
     if client in select.select([client, os.pidfd_open(process)], [], [])[0]:
         os.kill(process, signal.SIGKILL)
     else:
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        client.sendall(bytes([code % 256]))
+        client.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) % 256]))
     os._exit(0)
 
 

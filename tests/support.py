@@ -347,8 +347,7 @@ def run_reference(
             continue
         logits = logits / t
         log_p = logits.log_softmax(-1)
-        labels = torch.cat([ids[1:], ids[:1]])
-        rows["log_probs"].append(log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+        rows["log_probs"].append(log_p.gather(-1, torch.cat([ids[1:], ids[:1]]).unsqueeze(-1)).squeeze(-1))
         rows["entropy"].append(verl_F.entropy_from_logits(logits))
         rows["sum_pi_squared"].append(log_p.exp().square().sum(-1))
         if of_logits:

@@ -212,7 +212,7 @@ def keep_strides_of_grouped_products() -> None:
     Why: the backward of experts whose weights lie as they are multiplied (gpt-oss) multiplies what it recomputes,
     transposed. Written in that order, its rows are as long as tokens have experts in all, and most such numbers end in
     "strides should be multiple of 16 bytes".
-    Versions: torch 2.11 to 2.15.
+    Versions: torch 2.11 to 2.14. Only called for such models.
     Remove when: inductor keeps these strides, or ``grouped_mm`` takes rows of any length.
     """
     import torch

@@ -63,8 +63,7 @@ def save_dense(folder: Path, model_type: str) -> str:
     """Two layers, of both kinds where a type has two, with windows shorter than the prompts."""
     torch.manual_seed(0)
     sizes = {**SIZES, **HEADS, "num_hidden_layers": 2, "sliding_window": 64, **OF_TYPE.get(model_type, {})}
-    config = tiny_config(model_type, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type, **sizes), dtype=torch.float32)
     for name, weight in model.named_parameters():
         if model_type in UNSCALED and name.endswith(UNSCALED[model_type]):
             torch.nn.init.constant_(weight, HEADS["head_dim"] ** -0.5)

@@ -102,8 +102,7 @@ def dense_outcome(tensors: Tensors, batch: Batch, window_size: int = -1, softcap
 def packed_outcome(
     tensors: Tensors, layout: PackedLayout, window_size: int = -1, kernel: Kernel | None = None, softcap: float = 0.0
 ) -> Outcome:
-    device = tensors.q.device
-    packed = PackedAttention(layout, kernel or select_kernel("sdpa", device.type))
+    packed = PackedAttention(layout, kernel or select_kernel("sdpa", tensors.q.device.type))
     q, k, v, *sinks = leaves = tensors.leaves()
     out = packed.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size, softcap, 0, *sinks))
     return Outcome(out.detach(), *torch.autograd.grad(out, leaves, tensors.grad_out))

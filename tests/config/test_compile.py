@@ -69,6 +69,8 @@ def test_auto_leaves_alone_what_speaks_against_it_and_says_why(changed, why, tru
 def test_true_and_false_are_what_the_user_says(asked: bool) -> None:
     on_a_cpu = engine("cpu", {"prefix_grouper": {"compile_layers": asked}})
     assert layer_compilation(on_a_cpu) == (asked, f"++prefix_grouper.compile_layers={asked}")
+    unsure = engine(config={"prefix_grouper": {"compile_layers": asked}}, model_type="starcoder2")
+    assert ("1.19 times as far" in layer_compilation(unsure)[1]) == asked
 
 
 def test_every_type_of_the_lists_has_a_reason_and_a_version() -> None:

@@ -19,6 +19,7 @@ from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.architectures.tiny_configs import tiny_config
 from tests.support import PRECISIONS, actor_loss, check_exact, group, make_engine, old_outputs, run_engine, update
 from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_forward, compile_layers, compiling
@@ -204,6 +205,7 @@ def test_counts_and_sizes_of_weights_are_numbers_else_kernels_are_slower(compile
 
 def test_experts_with_transposed_weights_compile_for_any_number_of_tokens() -> None:
     """Those of gpt-oss. torch would end in an error that is of neither the compiler nor the model."""
+    compile_layers(transformers.AutoModelForCausalLM.from_config(tiny_config("gpt_oss")))
     inputs = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((5, 16), (2, 16, 16))]
     twice, rows = torch.arange(10) // 2, torch.tensor([4, 10], dtype=torch.int32)
 

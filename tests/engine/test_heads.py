@@ -36,8 +36,7 @@ def test_gradients_through_chunks_are_those_of_the_whole_head(frozen: str | None
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
     whole = request.outputs(torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(0))
     expected = torch.autograd.grad(whole.square().sum(), wanted)
-    chunked = LogProbHead(head, 3)
-    assert chunked.take(request)
+    assert LogProbHead(head, 3).take(request)
     found = torch.autograd.grad(head(hidden).square().sum(), wanted)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
@@ -79,8 +78,7 @@ def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
         return verl_F.entropy_from_logits(logits)
 
     head = torch.nn.Linear(4, 11)
-    request = LogProbRequest(torch.arange(6), 1.0, True, False, entropy)
-    assert LogProbHead(head, 2).take(request)
+    assert LogProbHead(head, 2).take(LogProbRequest(torch.arange(6), 1.0, True, False, entropy))
     with torch.autocast("cpu", torch.bfloat16):
         outputs = head(torch.randn(1, 6, 4))
     outputs.sum().backward()

@@ -76,8 +76,7 @@ def test_a_mini_batch_tells_what_it_cost(case: str) -> None:
 
 
 def test_prompts_of_another_class_are_another_group() -> None:
-    classes = replace(SEQUENCES, classes=np.array([0, 1, 0, 0]))
-    assert classes.prompt_groups.tolist() == [0, 1, 2, 2]
+    assert replace(SEQUENCES, classes=np.array([0, 1, 0, 0])).prompt_groups.tolist() == [0, 1, 2, 2]
 
 
 def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> None:

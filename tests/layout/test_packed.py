@@ -276,8 +276,7 @@ def test_sequences_that_are_none_are_refused(tokens: list[int], prompt_lengths: 
 
 def test_a_padded_group_is_a_line_wherever_its_sequences_stand_and_another_token_begins_another() -> None:
     """Lines of upstream's groups: a prompt once, then every response with the prompt's last token in front."""
-    samples = ((1, 2, 3), (7, 8)), ((4, 5), (6,)), ((1, 2, 3), (9,)), ((1, 4, 3), (7,))
-    batch = batch_of(*samples)
+    batch = batch_of(((1, 2, 3), (7, 8)), ((4, 5), (6,)), ((1, 2, 3), (9,)), ((1, 4, 3), (7,)))
     layout = build_padded_layout(batch.tokens, batch.offsets, np.array(batch.prompt_lengths))
     assert layout.group_info == [[2, 2, 1], [1, 1], [2, 1]]
     assert layout.input_ids.tolist() == [[1, 2, 3, 7, 3], [4, 5, 0, 0, 0], [1, 4, 3, 0, 0]]

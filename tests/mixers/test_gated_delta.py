@@ -137,8 +137,7 @@ def test_a_layer_that_is_given_no_tokens_or_convolves_by_other_means_is_an_error
         engine.module(torch.ones(1, 4, dtype=torch.int64), prefix_grouper=PackedAttention(None, engine.kernel))
     layers = [module for module in engine.module.modules() if hasattr(module, "conv1d")]
     # Since transformers 5.15 layers call a function of their file.
-    file = sys.modules[type(layers[0]).__module__]
-    monkeypatch.setattr(file, CONVOLUTION, lambda x, *_, **__: x)
+    monkeypatch.setattr(sys.modules[type(layers[0]).__module__], CONVOLUTION, lambda x, *_, **__: x)
     for layer in layers:
         if hasattr(layer, CONVOLUTION):
             setattr(layer, CONVOLUTION, None)  # transformers then calls the module's own convolution

@@ -111,15 +111,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "engine": {"logits_chunk_size": 4, "activations": "inputs", "param_offload": True, "optimizer_offload": True}
     },
     "compiled_layers": {"engine": {"compile_layers": True}},
+    "compiled_layers_of_fsdp1": {"engine": {"compile_layers": True}, "strategy": "fsdp"},
 }
-COMPILED = pytest.param("compiled_layers", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+COMPILED = [pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]) for name in list(OPTIONS)[-2:]]
 WITH_OPTIONS = pytest.mark.parametrize(
     "kind", [KINDS[1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])], indirect=True
 )
 
 
 @WITH_OPTIONS
-@pytest.mark.parametrize("option", [*(name for name in OPTIONS if name != "compiled_layers"), COMPILED])
+@pytest.mark.parametrize("option", [*list(OPTIONS)[:-2], *COMPILED])
 def test_every_option_is_exact(path: str, option: str) -> None:
     settings = {**OPTIONS[option]}
     batch = image_batch(path, MIXED, **settings.pop("batch", {}))

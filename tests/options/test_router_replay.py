@@ -55,8 +55,7 @@ def routed(routes: torch.Tensor) -> Iterator[None]:
         sequence, layer = divmod(next(calls), LAYERS)
         logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
         wanted, scores = of_sequences[sequence][:, layer].long(), logits.softmax(-1)
-        own = scores.topk(PER_TOKEN).indices
-        taken = torch.where(wanted[:, :1] == wanted[:, 1:], own, wanted)
+        taken = torch.where(wanted[:, :1] == wanted[:, 1:], scores.topk(PER_TOKEN).indices, wanted)
         weights = scores.gather(1, taken)
         return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, taken
 

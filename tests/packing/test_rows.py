@@ -154,8 +154,7 @@ def test_samples_that_cannot_be_packed_are_refused(change, num_samples, pack_num
 
 @given(st.lists(st.integers(-5, 5), max_size=8), st.integers(0, 6), st.integers(-9, 9))
 def test_padding_appends_and_keeps_the_dtype(values: list[int], extra: int, pad_value: int) -> None:
-    sequence = np.array(values, dtype=np.int32)
-    padded = pad_sequence_to_length(sequence, len(values) + extra, pad_value)
+    padded = pad_sequence_to_length(np.array(values, dtype=np.int32), len(values) + extra, pad_value)
     assert padded.tolist() == values + [pad_value] * extra
     assert padded.dtype == np.int32
 

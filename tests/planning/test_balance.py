@@ -178,8 +178,7 @@ def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(batch: Batc
     assert cost == pytest.approx(price(alone.num_shared, alone.num_new, labels).sum())
     assert together.num_new.sum() == alone.num_new.sum()
     one = balance_groups(order, np.zeros_like(ones), ones, price, num_ranks=1)
-    labels = np.minimum(1, order.num_new)
-    assert one.time == pytest.approx(price(order.num_shared, order.num_new, labels).sum())
+    assert one.time == pytest.approx(price(order.num_shared, order.num_new, np.minimum(1, order.num_new)).sum())
     assert one.num_tokens == order.num_new.sum()
 
 

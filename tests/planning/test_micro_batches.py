@@ -179,8 +179,7 @@ def test_one_group_is_cut_into_as_many_micro_batches_as_sequences_in_seconds() -
 
 def cut_group(max_tokens=None, weights=FREE, at_least=1, max_sequences=None) -> Plan:
     """Of 8 sequences: a prompt of 99 tokens, and 3 of each response."""
-    limits = MicroBatchLimits(max_tokens, max_sequences)
-    return cut_at_cost(GROUP.order(), limits, weights, at_least)
+    return cut_at_cost(GROUP.order(), MicroBatchLimits(max_tokens, max_sequences), weights, at_least)
 
 
 CUTS = {

@@ -1,5 +1,6 @@
 """Benchmarks: cases are what their names say, figures are of the right steps, and trainings end."""
 
+import argparse
 import csv
 import importlib
 import json
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from bench_attention import main as bench_attention
 from benchmarks.actor_cases import Work, batch_of_phase, parse_case, samples_of_ranks
+from benchmarks.actor_engines import EnginePath
 from benchmarks.batches import Sample, make_batch
 from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
 from benchmarks.step_runs import ScriptRun, run_to_end
@@ -65,6 +67,15 @@ def test_distillation_has_a_possible_teacher_and_sft_learns_the_responses() -> N
     supervised = batch_of_phase(batch, "sft", 4, vocab_size=9)
     assert supervised["loss_mask"].values().tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1]
     assert not {"prompts", "responses", "teacher_ids"} & set(supervised.keys())
+
+
+def test_a_path_is_read_as_it_is_written_and_names_its_strategy() -> None:
+    for text in ("rmpad", "rmpad/fsdp", "packed/fsdp:carry=never@12288", "packed:compile_layers=False"):
+        assert str(EnginePath.parse(text)) == text
+    assert EnginePath.parse("packed/fsdp").strategy == "fsdp"
+    for text in ("packed/ddp", "rmpad:carry=never", "flat"):
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            EnginePath.parse(text)
 
 
 def test_attention_is_timed_alone_and_packed_and_both_are_compared_with_float32(tmp_path, monkeypatch) -> None:
@@ -120,8 +131,7 @@ def test_speed_up_is_rmpads_time_over_the_modes_time_within_one_case() -> None:
 def test_metrics_of_a_killed_run_are_read_up_to_the_line_it_was_writing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": index, "data": step(float(index))}) for index in (1, 2)]
-    validation = json.dumps({"step": 0, "data": {"val-core/x": 1.0}})
-    path.write_text("\n".join([validation, *lines, lines[0][:20]]))
+    path.write_text("\n".join([json.dumps({"step": 0, "data": {"val-core/x": 1.0}}), *lines, lines[0][:20]]))
     assert [data["timing_s/step"] for data in read_steps(path)] == [1.0, 2.0]
     assert read_steps(tmp_path / "none.jsonl") == []
 

@@ -55,8 +55,7 @@ class OwnFitV0(Stock):
 def make_batch(uids: str, responses: list[int], prompt: int = 9) -> DataProto:
     """Rows with left-padded prompts and right-padded responses, as V0's agent loop returns them."""
     place = torch.arange(PROMPT + RESPONSE)
-    ends = torch.tensor(responses)[:, None] + PROMPT
-    mask = ((place >= PROMPT - prompt) & (place < ends)).long()
+    mask = ((place >= PROMPT - prompt) & (place < (torch.tensor(responses)[:, None] + PROMPT))).long()
     tensors = {"prompts": mask[:, :PROMPT], "attention_mask": mask, "row": torch.arange(len(uids))}
     return DataProto.from_dict(tensors, non_tensors={"uid": np.array(list(uids), dtype=object)})
 

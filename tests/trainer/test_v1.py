@@ -60,8 +60,7 @@ def test_an_import_of_a_verl_without_the_method_or_its_class_warns_or_goes_on(mo
 
 
 def test_sequences_with_one_uid_go_to_one_rank_whatever_follows_it_in_their_keys(trainer: Any) -> None:
-    keys = ["a_x_0_0", "b_x_0_0", "a_x_1_0", "b_x_1_1"]
-    batch, metrics = make_batch(keys, responses=[5, 5, 5, 5]), {}
+    batch, metrics = make_batch(["a_x_0_0", "b_x_0_0", "a_x_1_0", "b_x_1_1"], responses=[5, 5, 5, 5]), {}
     assert trainer._balance_batch(batch, metrics) is batch
     assert sorted(map(sorted, ranks(batch))) == [["a_x_0_0", "a_x_1_0"], ["b_x_0_0", "b_x_1_1"]]
     assert metrics["prefix_grouper/balance/cut_groups"] == 0

@@ -18,7 +18,9 @@ def layer_compilation(engine: Engine) -> tuple[bool, str]:
     """Whether an engine whose checkpoint's config is known compiles its decoder layers, and why."""
     asked = engine.option("compile_layers")
     if asked != "auto":
-        return asked is True, f"{COMPILE_LAYERS}={asked}"
+        model_type, why = engine.hf_config.model_type, f"{COMPILE_LAYERS}={asked}"
+        unsure = asked is True and engine.device == "cuda" and model_type in UNCOMPILED
+        return asked is True, why + (f"; layers of {model_type} {UNCOMPILED[model_type]}" if unsure else "")
     flat = has_flat_parameters(engine)
     if why := layers_obstacle(engine) or compiler_obstacle(engine.device, flat):
         return False, f"{COMPILE_LAYERS}=auto: {why}"

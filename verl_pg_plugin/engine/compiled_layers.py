@@ -78,6 +78,8 @@ def compile_layers(module: Any, recomputed: bool = False) -> None:
     layers = decoder_layers(module)
     if not layers:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
+    if any(getattr(part, "is_transposed", False) for part in module.modules()):  # experts of gpt-oss
+        keep_strides_of_grouped_products()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
@@ -111,7 +113,6 @@ def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     FSDP2 hands a layer views of its inputs, and in a recomputation the inputs themselves. torch would compile a graph
     for each, and the checkpoint find operators that the forward never ran. So no view is handed on.
     """
-    keep_strides_of_grouped_products()
     compiled = torch.compile(forward, dynamic=True, options=INDUCTOR_OPTIONS)
 
     @wraps(forward)
