@@ -56,8 +56,6 @@ UNCOMPILED: dict[str, str] = {
     model_type: why
     for why, types in {
         "cap their scores, and have run compiled on a CPU only (torch 2.13)": "gemma2",
-        "have experts of their own, and were not as exact as stock verl compiled on an H200 (torch 2.11)": "granitemoe",
-        "are up to 1.19 times as far from float32 as stock rmpad (bf16, torch 2.11 on an H200)": "starcoder2",
         "take rotary angles in float32, and have run compiled on a CPU only (torch 2.13)": (
             "ernie4_5 ernie4_5_moe olmo2"
         ),
@@ -67,13 +65,12 @@ UNCOMPILED: dict[str, str] = {
         "hold a recurrence of fla's, and Qwen3.5-9B gains nothing compiled (fla 0.6, H200)": (
             "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
         ),
-        "have not run compiled on a GPU (torch 2.11)": (
-            "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text dots1 exaone exaone_moe flex_olmo "
-            "flint fuyu gemma3n_text gemma4_unified_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa "
-            "granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "
-            "jais2 jetmoe kolibri1 laguna longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text "
-            "modernbert-decoder moshi nanochat olmo opt persimmon qwen2_vl sarvam_mla sarvam_moe solar_open "
-            "vaultgemma youtu"
+        "have not been held to float32 compiled on a GPU (torch 2.11)": (
+            "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text exaone flex_olmo flint fuyu "
+            "gemma3n_text gemma4_unified_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa granitemoe granitemoe_swa "
+            "granitemoeshared hrm_text hunyuan_v1_moe internlm3 iquestcoder jetmoe kolibri1 longcat_flash minicpm3 "
+            "minimax_m2 minimax_m3_vl_text modernbert-decoder moshi olmo opt persimmon qwen2_vl sarvam_mla sarvam_moe "
+            "solar_open vaultgemma"
         ),
     }.items()
     for model_type in types.split()

@@ -212,8 +212,7 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
     ):
         monkeypatch.setattr(engine_module, "room_of_rank", lambda *_, given=(device, host): Room(*given))
         engine._told_level = False
-        levels = {p.level.value for p in engine.plan(CUT.copy(), forward_only=False).micro_batches}
-        assert level in levels
+        assert level in {p.level.value for p in engine.plan(CUT.copy(), forward_only=False).micro_batches}
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
         results.append(update_at("auto", engine, CUT))
     assert same_bits(results)
@@ -239,8 +238,7 @@ def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen
 
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
     """And verify mode, whose forwards verl's own offload would count, runs beside it."""
-    model = {"enable_activation_offload": True}
-    engine = make_engine(qwen3, model=model, engine={"verify": "every_1"})
+    engine = make_engine(qwen3, model={"enable_activation_offload": True}, engine={"verify": "every_1"})
     copier, got = watched(engine), update_at("auto", engine, CUT)
     assert copier.copies["out"] > 0
     assert_same(got, run_reference(qwen3, CUT))

@@ -105,7 +105,6 @@ def test_errors_are_those_of_stock_rmpad_with_the_same_weights(tmp_path: Path, k
 
     def errors_of(packed: bool) -> dict[str, float]:
         engine = quantized_engine(kernel, path, packed=packed, engine=BF16, model=FLASH)
-        results = [run_on_this_rank(case, engine, batch) for batch in batches]
-        return pooled(list(map(errors, results, references)))
+        return pooled([errors(run_on_this_rank(case, engine, b), r) for b, r in zip(batches, references, strict=True)])
 
     assert_no_worse(errors_of(packed=True), errors_of(packed=False))

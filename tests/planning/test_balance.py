@@ -145,8 +145,7 @@ def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the
 
 def test_prompts_that_cost_more_than_they_level_are_not_computed_twice() -> None:
     group, responses = (np.repeat(of_groups, 4) for of_groups in (range(4), [100, 120, 140, 160]))
-    problem = Problem(group, np.full(16, 8000), responses, num_ranks=4, num_mini_batches=1)
-    assert problem.solve().num_cut_groups == 0
+    assert Problem(group, np.full(16, 8000), responses, num_ranks=4, num_mini_batches=1).solve().num_cut_groups == 0
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
@@ -158,8 +157,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
 def test_no_rank_gets_the_most_expensive_bin_of_every_mini_batch() -> None:
     """Passes without gradient wait at the end of the batch: 10 and 8 beside 9 and 7, and not 10 and 9 or 10 and 7."""
     problem = Problem(np.arange(4), np.ones(4, dtype=np.int64), np.array([10, 9, 8, 7]) * 1000, 2, 2)
-    balance = problem.solve()
-    totals = [int(problem.response_lengths[rank].sum()) for rank in np.split(balance.order, 2)]
+    totals = [int(problem.response_lengths[rank].sum()) for rank in np.split(problem.solve().order, 2)]
     assert sorted(totals) == [17000, 17000]
 
 
