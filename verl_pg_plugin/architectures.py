@@ -59,9 +59,6 @@ UNCOMPILED: dict[str, str] = {
         "take rotary angles in float32, and have run compiled on a CPU only (torch 2.13)": (
             "ernie4_5 ernie4_5_moe olmo2"
         ),
-        "have run compiled in one small model on a GPU, where no speed was measured (torch 2.11)": (
-            "qwen2_5_vl qwen3_vl_moe"
-        ),
         "hold a recurrence of fla's, and Qwen3.5-9B gains nothing compiled (fla 0.6, H200)": (
             "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
         ),
@@ -69,8 +66,8 @@ UNCOMPILED: dict[str, str] = {
             "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text exaone flex_olmo flint fuyu "
             "gemma3n_text gemma4_unified_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa granitemoe granitemoe_swa "
             "granitemoeshared hrm_text hunyuan_v1_moe internlm3 iquestcoder jetmoe kolibri1 longcat_flash minicpm3 "
-            "minimax_m2 minimax_m3_vl_text modernbert-decoder moshi olmo opt persimmon qwen2_vl sarvam_mla sarvam_moe "
-            "solar_open vaultgemma"
+            "minimax_m2 minimax_m3_vl_text modernbert-decoder moshi olmo opt persimmon qwen2_5_vl qwen2_vl "
+            "qwen3_vl_moe sarvam_mla sarvam_moe solar_open vaultgemma"
         ),
     }.items()
     for model_type in types.split()

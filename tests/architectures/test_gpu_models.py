@@ -88,8 +88,7 @@ def assert_as_close_as_stock(
         drawn.append(make_batch(samples, max_token_len_per_gpu=1200 if rmpad else 4000))
         tu.assign_non_tensor(drawn[-1], use_remove_padding=rmpad)  # which ours does not read
     references = [without(run_reference(path, batch, loss), zero) for batch in drawn]
-    padded = {} if rmpad else {"use_remove_padding": False}
-    stock = make_engine(path, packed=False, engine=BF16, model=model | padded)
+    stock = make_engine(path, packed=False, engine=BF16, model={**model, "use_remove_padding": rmpad})
     packed = make_engine(path, engine={**BF16, "attention_kernel": kernel, "compile_layers": compiled}, model=model)
     found = [
         pooled([errors(run_engine(engine, batch, loss), want) for batch, want in zip(drawn, references, strict=True)])

@@ -76,8 +76,7 @@ def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> N
     engine = make_engine(save_tiny_model(tmp_path, **GPU_SIZES), engine=BF16)
 
     def peak(responses: int) -> float:
-        batch = make_batch(group(2048, [64] * responses, 1), max_token_len_per_gpu=4096)
-        found, metrics = peak_bytes(engine, batch)
+        found, metrics = peak_bytes(engine, make_batch(group(2048, [64] * responses, 1), max_token_len_per_gpu=4096))
         assert metrics["prefix_grouper/chains"] == [1.0]
         return found
 

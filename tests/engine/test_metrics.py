@@ -98,8 +98,7 @@ LOGGED = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor
 def loss_metrics(engine: Any, sequences: list[int] | None = None, **cut: Any) -> dict[str, Any]:
     batch = make_batch(SAMPLES, **cut)
     # An old policy that differs from the new one by far in long responses alone.
-    old = [values - 0.3 * (len(values) > 9) for values in batch["old_log_probs"].unbind()]
-    batch["old_log_probs"] = jagged(old)
+    batch["old_log_probs"] = jagged([old - 0.3 * (len(old) > 9) for old in batch["old_log_probs"].unbind()])
     if sequences is not None:
         batch = tu.index_select_tensor_dict(batch, torch.tensor(sequences))
     return update(engine, batch).metrics

@@ -106,8 +106,7 @@ def test_two_ranks_keep_the_numbers(kind: str, hybrids: dict) -> None:
     """Of tokens spread over the ranks, in whole groups and in a split one; and of sequences of each rank."""
     spread = {"splits": True, "engine": {"ulysses_sequence_parallel_size": 2}}
     check_exact_on_ranks(hybrids[kind], partial(make_batch, SAMPLES, max_token_len_per_gpu=75), float64=True, **spread)
-    rows = [[0, 1, 4, 6, 8], [2, 3, 5, 7]]
-    check_exact_on_ranks(hybrids[kind], partial(make_batch, SAMPLES), rows, float64=True)
+    check_exact_on_ranks(hybrids[kind], partial(make_batch, SAMPLES), [[0, 1, 4, 6, 8], [2, 3, 5, 7]], float64=True)
 
 
 def test_without_the_state_handed_down_verify_mode_stops_the_run(hybrids: dict) -> None:

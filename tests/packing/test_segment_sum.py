@@ -83,8 +83,7 @@ def test_numpy_read_only_reversed_and_big_endian_arrays_are_summed(dtype: type) 
     assert expected.dtype == dtype
     values.setflags(write=False)
     np.testing.assert_array_equal(batch_unsorted_segment_sum(values, ids, 2), expected)
-    reverse = batch_unsorted_segment_sum(values[::-1, ::-1], ids[::-1, ::-1], 2)
-    np.testing.assert_array_equal(reverse, expected[::-1])
+    np.testing.assert_array_equal(batch_unsorted_segment_sum(values[::-1, ::-1], ids[::-1, ::-1], 2), expected[::-1])
     big_endian = values.astype(values.dtype.newbyteorder(">"))
     np.testing.assert_array_equal(batch_unsorted_segment_sum(big_endian, ids, 2), expected)
 

@@ -51,8 +51,7 @@ def test_a_masked_group_that_does_not_fit_beside_the_others_makes_these_more() -
             assert sorted(np.concatenate(plan)) == [*range(8)]
             assert all(max(sequences) >= 4 for sequences in plan)
     partly = batch_of(*[((g,) * 39, (i,) * n) for g, n in enumerate((12, 26)) for i in range(4)]).order()
-    has_loss = np.array([0, 0, 0, 0, 1, 0, 1, 0])
-    plan = members(partly, has_loss, MicroBatchLimits(max_tokens=151), FREE)
+    plan = members(partly, np.array([0, 0, 0, 0, 1, 0, 1, 0]), MicroBatchLimits(max_tokens=151), FREE)
     assert len(plan) == 2, "a third would lack a loss token too"
 
 

@@ -270,8 +270,7 @@ def test_a_short_template_does_not_bind_prompts_and_a_long_one_is_cached(preambl
     """Else chunks of other prompts would wait for each other, and their labels would begin where the shortest does."""
     prompts = [(*range(preamble), *range(1000 * g, 1000 * g + 100)) for g in range(1, 5)]
     pairs = [(prompt, (i,) * 30) for prompt in prompts for i in range(8)]
-    batch = batch_of(*pairs, ((*range(preamble), 7), (1, 2, 3)))
-    plan = cut_at_cost(batch.order(), MicroBatchLimits(256), FREE)
+    plan = cut_at_cost(batch_of(*pairs, ((*range(preamble), 7), (1, 2, 3))).order(), MicroBatchLimits(256), FREE)
     split = [[s for part in group for s in part.sequences[: num_of_group(part)]] for group in plan if len(group) > 1]
     assert [len({s // 8 for s in sequences}) for sequences in split] == [num_prompts] * num_groups
     assert max(part.num_tokens for part in parts_of(plan)) <= 256
