@@ -64,8 +64,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def floor_of(module: str) -> int:
-    room = module.split(".")[1]
-    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+    return next(number for number, rooms in enumerate(FLOORS) if module.split(".")[1] in rooms)
 
 
 @pytest.mark.parametrize("module", sorted(name for name in GRAPH if "." in name))

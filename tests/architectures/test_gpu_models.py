@@ -32,18 +32,19 @@ LATENT = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 64),
     **dict.fromkeys(("qk_rope_head_dim", "head_dim"), 32),
 }
+WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
     "afmoe": {**HEADS, **EXPERTS, "num_experts": 4, "num_dense_layers": 1},
     "cohere2_moe": {**HEADS, **EXPERTS, "num_experts": 4},
     "deepseek_v2": {**LATENT, **ROUTED, **EXPERTS},
     "deepseek_v3": {**LATENT, **ROUTED, **EXPERTS},
     "dots1": {**HEADS, **EXPERTS, **ROUTED, "n_shared_experts": 1},
-    "exaone_moe": {**HEADS, **EXPERTS, "num_experts": 4, "n_group": 1, "topk_group": 1},
+    "exaone_moe": {**HEADS, **EXPERTS, **WINDOWS, "num_experts": 4, "n_group": 1, "topk_group": 1},
     "glm4_moe": {**HEADS, **EXPERTS, **ROUTED},
     "glm4_moe_lite": {**LATENT, **ROUTED, **EXPERTS},
     "hy_v3": {**HEADS, **EXPERTS, "num_experts": 4},
-    "laguna": {**HEADS, **EXPERTS, "num_experts": 4, "num_attention_heads_per_layer": [4, 4, 4]},
-    "mellum": {**HEADS, **EXPERTS, "num_experts": 4},
+    "laguna": {**HEADS, **EXPERTS, **WINDOWS, "num_experts": 4, "num_attention_heads_per_layer": [4, 4, 4]},
+    "mellum": {**HEADS, **EXPERTS, **WINDOWS, "num_experts": 4},
     "mixtral": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 4},
     "olmoe": {**HEADS, "num_experts": 4, "num_experts_per_tok": 4},
     "qwen2_moe": {**HEADS, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128},
@@ -77,22 +78,27 @@ def save_dense(folder: Path, model_type: str) -> str:
 
 
 def assert_as_close_as_stock(
-    path: str, kernel: str, compiled: bool = False, zero: Set[str] = frozenset(), rmpad: bool = True, **overrides: Any
+    path: str, kernel: str, compiled: bool = False, zero: Set[str] = frozenset(), beside: str = "rmpad", **more: Any
 ) -> None:
-    """Outputs and gradients, but those of ``zero``, of which float32 has nothing but rounding."""
-    model = {"override_config": {**FLASH, **overrides}}
+    """Outputs and gradients, but those of ``zero``, of which float32 has nothing but rounding.
+
+    ``beside`` stock's "rmpad" or "padded" mode, or ours "uncompiled".
+    """
+    model = {"override_config": {**FLASH, **more}}
     drawn, loss = [], actor_loss(**SMOOTH_LOSS)
     for seed in (0, 10, 20):
         samples = [sample for place, shape in enumerate(SHAPES, seed) for sample in group(*shape, place)]
-        # 4000: one micro-batch in both, since gradients of gpt-oss's biases are sums over its tokens in bf16.
-        drawn.append(make_batch(samples, max_token_len_per_gpu=1200 if rmpad else 4000))
-        tu.assign_non_tensor(drawn[-1], use_remove_padding=rmpad)  # which ours does not read
+        drawn.append(make_batch(samples, max_token_len_per_gpu=1200))
+        tu.assign_non_tensor(drawn[-1], use_remove_padding=beside != "padded")  # which ours does not read
     references = [without(run_reference(path, batch, loss), zero) for batch in drawn]
-    stock = make_engine(path, packed=False, engine=BF16, model={**model, "use_remove_padding": rmpad})
-    packed = make_engine(path, engine={**BF16, "attention_kernel": kernel, "compile_layers": compiled}, model=model)
+    ours = {**BF16, "attention_kernel": kernel, "compile_layers": compiled}
+    if beside == "uncompiled":
+        other = make_engine(path, engine={**ours, "compile_layers": False}, model=model)
+    else:
+        other = make_engine(path, packed=False, engine=BF16, model={**model, "use_remove_padding": beside == "rmpad"})
     found = [
         pooled([errors(run_engine(engine, batch, loss), want) for batch, want in zip(drawn, references, strict=True)])
-        for engine in (packed, stock)
+        for engine in (make_engine(path, engine=ours, model=model), other)
     ]
     assert_no_worse(*found)
 
@@ -106,10 +112,14 @@ def test_values_narrower_than_keys_are_as_exact_as_stock_rmpad(tmp_path: Path, m
 @gpu_kernels("flash_attn_4", "flash_attn_2")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_learned_sinks_are_as_exact_as_stock_in_eager_mode(tmp_path: Path, name: str, compiled: bool) -> None:
-    """Windows shorter than prompts, and four experts that a token visits all; stock's rmpad mode is wrong there."""
+    """Windows shorter than prompts, and four experts that a token visits all; stock's rmpad mode is wrong there.
+
+    Compiled, grouped products add gradients of experts' biases row by row in bf16; stock verl's sums are smaller.
+    """
     sizes = {**SIZES, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 64}
-    eager = {"attn_implementation": "eager", "_experts_implementation": "grouped_mm" if compiled else "eager"}
-    assert_as_close_as_stock(save_tiny_model(tmp_path, "gpt_oss", **sizes), name, compiled, rmpad=False, **eager)
+    experts, beside = ("grouped_mm", "uncompiled") if compiled else ("eager", "padded")
+    eager = {"attn_implementation": "eager", "_experts_implementation": experts}
+    assert_as_close_as_stock(save_tiny_model(tmp_path, "gpt_oss", **sizes), name, compiled, beside=beside, **eager)
 
 
 COMPILED_EXPERTS = [(name, "grouped_mm", True) for name in sorted(MODELS.keys() & set(MODEL_TYPES))]

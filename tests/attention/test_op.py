@@ -119,8 +119,7 @@ def problems(calls: Mock) -> list[tuple[int, Varlen]]:
 def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
     """sdpa does not look at it; flash-attn leaves out what lies behind."""
     layout, kernel = GROUP.layout(), recorded()
-    tensors = random_tensors(layout.num_tokens, 2, 2, 8, seed=7, dtype=torch.float64)
-    packed_outcome(tensors, layout, kernel=kernel)
+    packed_outcome(random_tensors(layout.num_tokens, 2, 2, 8, seed=7, dtype=torch.float64), layout, kernel=kernel)
     ((_, problem),) = problems(kernel.forward)
     assert (problem.max_seqlen_q, problem.max_seqlen_k) == (11, 11 + 7), "the prompt but its last; the longest response"
 

@@ -53,8 +53,7 @@ def compose_stock(*overrides: str) -> DictConfig:
 
 def save_tokenizer(folder: Path, preamble: str = "") -> None:
     """Of the words a to d; the chat template writes the preamble in front of each message."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "d": 5}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "d": 5}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.chat_template = f"{{% for message in messages %}}{preamble}{{{{ message.content }}}} {{% endfor %}}"

@@ -131,8 +131,7 @@ def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
 
 
 def check_under_ulysses(rank: int, path: str) -> None:
-    spread = {"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4}
-    engine = make_engine(path, splits=True, engine=spread)
+    engine = make_engine(path, splits=True, engine={"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4})
     for samples, only, tokens in ((MIXED, True, 1 << 30), (MIXED, False, 20), (REACHING, True, 22)):
         batch = top_k_batch(samples, only, max_token_len_per_gpu=tokens)
         check_top_k(engine, path, batch, loss_of("forward_kl_topk", not only, False))

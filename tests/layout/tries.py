@@ -83,8 +83,7 @@ def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False)
     for _ in range(draw(st.integers(1, max_sequences))):
         parent = draw(st.sampled_from([(), *sequences]))
         stem = parent[: draw(st.integers(0, len(parent)))]
-        tail = draw(st.lists(token, min_size=max(0, 2 - len(stem)), max_size=6))
-        sequences.append((*stem, *tail))
+        sequences.append((*stem, *draw(st.lists(token, min_size=max(0, 2 - len(stem)), max_size=6))))
     prompt_lengths = tuple(draw(st.integers(1, len(tokens) - (not at))) for at, tokens in enumerate(sequences))
     classes = None
     if with_classes:

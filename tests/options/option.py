@@ -96,8 +96,7 @@ class Case:
 
     @property
     def is_refused(self) -> bool:
-        names = {option.name for option in self.options}
-        return any(option.refuses & names for option in self.options)
+        return any(option.refuses & {other.name for other in self.options} for option in self.options)
 
 
 def alone(options: Iterable[Option]) -> list[Case]:
@@ -118,8 +117,7 @@ def covering(cases: list[Case]) -> list[Case]:
 
     def gained(together: tuple[Option, ...]) -> list[frozenset[Option]]:
         masking = {option for option in together if option.masks}
-        met = map(frozenset, combinations(together, 2))
-        return [pair for pair in met if masking <= pair and pair in missing]
+        return [pair for pair in map(frozenset, combinations(together, 2)) if masking <= pair and pair in missing]
 
     few = []
     while missing:

@@ -153,8 +153,7 @@ WEIGHTS_4B = CacheWeights(0.914, 0.610, 0.381), CacheWeights(0.305, 0.305, 0.0)
 def test_groups_of_grpo_cost_what_the_cheapest_cuts_cost(prompt, responses, budget, weights, update, log_probs) -> None:
     """A dynamic programme over all cuts finds these figures."""
     n = len(responses)
-    lengths = prompt - 1 + np.array(responses)
-    order = PrefixOrder(np.arange(n), lengths, np.array([0, *[prompt - 1] * (n - 1)]))
+    order = PrefixOrder(np.arange(n), prompt - 1 + np.array(responses), np.array([0, *[prompt - 1] * (n - 1)]))
     for forward_only, expected in ((False, update), (True, log_probs)):
         plan = cut_micro_batches(order, MicroBatchLimits(budget), weights[forward_only], forward_only=forward_only)
         assert cost(plan, order, forward_only) == pytest.approx(expected, abs=1)
@@ -258,8 +257,7 @@ def test_each_position_at_which_sequences_of_a_chunk_part_from_the_cached_path_t
 
 
 def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
-    small = [((7, i), (1, 2)) for i in range(3)]
-    batch = batch_of(*small, *[(PROMPT, (i, i, i)) for i in range(8)])
+    batch = batch_of(*[((7, i), (1, 2)) for i in range(3)], *[(PROMPT, (i, i, i)) for i in range(8)])
     plan = cut_at_cost(batch.order(), MicroBatchLimits(120), FREE)
     assert [len(group) for group in plan] == [2]
     assert sum(len(part.sequences) - num_of_group(part) for part in plan[0]) == 3
