@@ -114,12 +114,15 @@ def test_values_narrower_than_keys_are_as_exact_as_stock_rmpad(tmp_path: Path, m
 def test_learned_sinks_are_as_exact_as_stock_in_eager_mode(tmp_path: Path, name: str, compiled: bool) -> None:
     """Windows shorter than prompts, and four experts that a token visits all; stock's rmpad mode is wrong there.
 
-    Compiled, grouped products add gradients of experts' biases row by row in bf16; stock verl's sums are smaller.
+    Grouped products sum gradients of experts' biases in bf16, more of them at once than stock verl: beside uncompiled.
     """
     sizes = {**SIZES, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 64}
-    experts, beside = ("grouped_mm", "uncompiled") if compiled else ("eager", "padded")
-    eager = {"attn_implementation": "eager", "_experts_implementation": experts}
-    assert_as_close_as_stock(save_tiny_model(tmp_path, "gpt_oss", **sizes), name, compiled, beside=beside, **eager)
+    eager = {"attn_implementation": "eager", "_experts_implementation": "grouped_mm" if compiled else "eager"}
+    path = save_tiny_model(tmp_path, "gpt_oss", **sizes)
+    biases = {f"model.layers.{layer}.mlp.experts.gate_up_proj_bias" for layer in range(3)} if compiled else set()
+    assert_as_close_as_stock(path, name, compiled, biases, "padded", **eager)
+    if compiled:
+        assert_as_close_as_stock(path, name, compiled, beside="uncompiled", **eager)
 
 
 COMPILED_EXPERTS = [(name, "grouped_mm", True) for name in sorted(MODELS.keys() & set(MODEL_TYPES))]

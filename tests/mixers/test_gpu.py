@@ -98,8 +98,7 @@ def test_the_recurrence_gives_the_same_bits_each_time() -> None:
 
     def run() -> list[torch.Tensor]:
         out = delta_rule_over(levels, fla_rule(), inputs, use_qk_l2norm_in_kernel=True)
-        weight = on_gpu(*out.shape, seed=9).float()
-        return [out.detach(), *torch.autograd.grad((out.float() * weight).sum(), inputs)]
+        return [out.detach(), *torch.autograd.grad((out.float() * on_gpu(*out.shape, seed=9).float()).sum(), inputs)]
 
     assert all(torch.equal(first, second) for first, second in zip(run(), run(), strict=True))
 

@@ -102,8 +102,7 @@ def test_a_rank_makes_exactly_as_many_micro_batches_as_another_needs(data: st.Da
         "forward_only": data.draw(st.booleans()),
         "cost": 2.0,
     }
-    alone = len(parts_of(data.draw(plans(batch, at_least=1, **fixed))))
-    wanted = data.draw(st.integers(alone, len(batch.sequences)))
+    wanted = data.draw(st.integers(len(parts_of(data.draw(plans(batch, at_least=1, **fixed)))), len(batch.sequences)))
     assert len(parts_of(data.draw(plans(batch, at_least=wanted, **fixed)))) == wanted
 
 

@@ -121,6 +121,5 @@ def test_blocks_bring_answers_to_one_question_together(runs: Runs) -> None:
 def test_samples_that_fill_no_block_are_left_out_aloud(prepared: tuple[str, str], caplog) -> None:
     checkpoint, file = prepared
     config = compose_config("+data.samples_per_block=5", module="verl.trainer.config", name="sft_trainer_engine").data
-    blocks = SFTBlocks(parquet_files=file, tokenizer=AutoTokenizer.from_pretrained(checkpoint), config=config)
-    assert len(blocks) == 4
+    assert len(SFTBlocks(parquet_files=file, tokenizer=AutoTokenizer.from_pretrained(checkpoint), config=config)) == 4
     assert "4 samples fill no block of 5" in caplog.text
