@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.architectures.outcome import EXACT, HYBRIDS, model_class, outcome_of
-from tests.architectures.test_every_model import SAMPLES, ZERO_GRADIENTS, assert_exact, engine_of
-from tests.architectures.test_gpu_models import DENSE, assert_as_close_as_stock, save_dense
+from tests.architectures.test_every_model import SAMPLES, assert_exact, engine_of
+from tests.architectures.test_gpu_models import COMPILED, assert_compiled_as_close
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.support import group
 from verl_pg_plugin.architectures import REFUSED_TYPES, UNCOMPILED, WRONG_COMPILED
@@ -43,11 +43,10 @@ def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_ty
     assert set(graphs) == {graphs[0]}
 
 
-@pytest.mark.parametrize("model_type", DENSE)
+@pytest.mark.parametrize("model_type", COMPILED)
 def test_compiled_layers_in_bf16_are_as_exact_as_stock_rmpad(model_type: str, tmp_path: Path) -> None:
     """A layer that computes something in float32 may be compiled otherwise than it runs, or recomputed otherwise."""
-    path, zero = save_dense(tmp_path, model_type), ZERO_GRADIENTS.get(model_type, set())
-    assert_as_close_as_stock(path, "auto", compiled=True, zero=zero, attn_implementation="sdpa")
+    assert_compiled_as_close(tmp_path, model_type, "sdpa")
 
 
 @pytest.mark.parametrize("model_type", sorted(WRONG_COMPILED))

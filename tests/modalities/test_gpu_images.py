@@ -4,13 +4,15 @@ verl replaces forwards in the classes of such models for the whole process, so t
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tensordict import TensorDict
 
 from tests.modalities.tiny_vision import KINDS, Shot, Shown, image_batch, save_vision_model, shots
-from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of
-from tests.support import actor_loss, make_engine, run_reference
+from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of, pooled
+from tests.support import Result, actor_loss, make_engine, run_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
@@ -22,16 +24,17 @@ OF_KIND = {
     "qwen3_vl_moe": {**QWEN3, "moe_intermediate_size": 128, "num_experts_per_tok": 4},
 }
 TOWER = {"hidden_size": 128, "intermediate_size": 256}  # heads of 64, as flash-attn is compiled for everywhere
+LOSS = actor_loss(**SMOOTH_LOSS)
 LENGTHS = (60, 33, 90, 5, 71, 64, 20, 48)
 
 
-def words(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(1, 60, count).tolist()
-
-
-def pictured_groups() -> list[Shot]:
+def pictured_groups(draw: int) -> list[Shot]:
     """Eight responses behind two images, four behind another, and one prompt of text."""
-    cat, chart, dog = Shown((1, 16, 24), 1), Shown((1, 8, 8), 2), Shown((1, 16, 24), 3)
+
+    def words(count: int, seed: int) -> list[int]:
+        return np.random.default_rng([draw, seed]).integers(1, 60, count).tolist()
+
+    cat, chart, dog = (Shown(grid, 3 * draw + i) for i, grid in enumerate(((1, 16, 24), (1, 8, 8), (1, 16, 24))))
     return [
         *shots([words(60, 1), cat, words(40, 2), chart, words(9, 3)], *(words(n, n) for n in LENGTHS)),
         *shots([words(60, 1), dog, words(20, 4)], *(words(n, 100 + n) for n in LENGTHS[:4])),
@@ -39,16 +42,22 @@ def pictured_groups() -> list[Shot]:
     ]
 
 
+def error_of_all(engine: Any, batches: list[TensorDict], references: list[Result]) -> dict[str, float]:
+    """In one batch alone it is up to 1.2 times that of stock verl by luck, and as often less."""
+    both = zip(batches, references, strict=True)
+    return pooled([error_of(engine, batch, reference, LOSS) for batch, reference in both])
+
+
 def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path: Path) -> None:
-    samples, loss, found = pictured_groups(), actor_loss(**SMOOTH_LOSS), {}
+    found = {}
     for kind in KINDS:
         sizes = {**SIZES, "rope_parameters": ROPE, **OF_KIND.get(kind, {})}
         path = save_vision_model(tmp_path / kind, kind, encoder=TOWER, **sizes)
-        batch = image_batch(path, samples, max_token_len_per_gpu=1200)
-        reference = run_reference(path, batch, loss)
+        batches = [image_batch(path, pictured_groups(draw), max_token_len_per_gpu=1200) for draw in range(8)]
+        drawn = batches, [run_reference(path, batch, LOSS) for batch in batches]
         packed = [make_engine(path, engine={**BF16, "compile_layers": on}, model=FLASH) for on in (False, True)]
-        found[path] = batch, reference, [error_of(engine, batch, reference, loss) for engine in packed]
-    for path, (batch, reference, uncompiled_and_compiled) in found.items():
-        baseline = error_of(make_engine(path, packed=False, engine=BF16, model=FLASH), batch, reference, loss)
+        found[path] = drawn, [error_of_all(engine, *drawn) for engine in packed]
+    for path, (drawn, uncompiled_and_compiled) in found.items():
+        baseline = error_of_all(make_engine(path, packed=False, engine=BF16, model=FLASH), *drawn)
         for ours in uncompiled_and_compiled:
             assert_no_worse(ours, baseline)
