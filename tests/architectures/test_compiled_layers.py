@@ -6,17 +6,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.architectures.outcome import EXACT, HYBRIDS, model_class, outcome_of
+from tests.architectures.outcome import EXACT, model_class, outcome_of
 from tests.architectures.test_every_model import SAMPLES, assert_exact, engine_of
 from tests.architectures.test_gpu_models import COMPILED, assert_compiled_as_close
-from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from tests.architectures.tiny_configs import tiny_config
 from tests.support import group
-from verl_pg_plugin.architectures import REFUSED_TYPES, UNCOMPILED, WRONG_COMPILED
+from verl_pg_plugin.architectures import WRONG_COMPILED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-TYPES = sorted(set(MODEL_TYPES) - HYBRIDS - WRONG_COMPILED.keys() - UNCOMPILED.keys() - REFUSED_TYPES.keys())
-"""Hybrids and types with pictures are run compiled by ``tests/mixers`` and ``tests/modalities``."""
 RAGGED = [[*group(20 + 3 * i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2)] for i in range(1, 4)]
 
 
@@ -26,7 +24,7 @@ def nothing_compiled() -> None:
     counters.clear()
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", COMPILED)
 def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type: str, tmp_path: Path) -> None:
     if outcome_of(model_type).status != EXACT:
         pytest.skip("is refused")

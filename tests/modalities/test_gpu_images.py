@@ -44,8 +44,7 @@ def pictured_groups(draw: int) -> list[Shot]:
 
 def error_of_all(engine: Any, batches: list[TensorDict], references: list[Result]) -> dict[str, float]:
     """In one batch alone it is up to 1.2 times that of stock verl by luck, and as often less."""
-    both = zip(batches, references, strict=True)
-    return pooled([error_of(engine, batch, reference, LOSS) for batch, reference in both])
+    return pooled([error_of(engine, *pair, LOSS) for pair in zip(batches, references, strict=True)])
 
 
 def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path: Path) -> None:
