@@ -55,19 +55,16 @@ WRONG_COMPILED: dict[str, str] = {"apertus": "are 1e-4 off in a log-prob and 1e-
 UNCOMPILED: dict[str, str] = {
     model_type: why
     for why, types in {
-        "cap their scores, and have run compiled on a CPU only (torch 2.13)": "gemma2",
-        "take rotary angles in float32, and have run compiled on a CPU only (torch 2.13)": (
-            "ernie4_5 ernie4_5_moe olmo2"
-        ),
         "hold a recurrence of fla's, and Qwen3.5-9B gains nothing compiled (fla 0.6, H200)": (
             "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
         ),
         "end compiled in a CheckpointError under FSDP2 (torch 2.11)": "gemma3n_text modernbert-decoder",
         "compile again for ragged batches (torch 2.13)": "longcat_flash",
         "have not been held to float32 compiled on a GPU (torch 2.11)": (
-            "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text exaone flex_olmo flint gpt_bigcode gptj "
-            "granite_swa granitemoe_swa hunyuan_v1_moe internlm3 iquestcoder jetmoe kolibri1 minicpm3 "
-            "minimax_m3_vl_text moshi olmo qwen2_vl qwen3_vl_moe sarvam_mla sarvam_moe solar_open vaultgemma"
+            "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text ernie4_5 ernie4_5_moe exaone flex_olmo "
+            "flint gemma2 gpt_bigcode gptj granite_swa granitemoe_swa hunyuan_v1_moe internlm3 iquestcoder jetmoe "
+            "kolibri1 minicpm3 minimax_m3_vl_text moshi olmo olmo2 qwen2_vl qwen3_vl_moe sarvam_mla sarvam_moe "
+            "solar_open vaultgemma"
         ),
     }.items()
     for model_type in types.split()
