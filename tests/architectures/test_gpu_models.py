@@ -13,15 +13,14 @@ from verl.utils import tensordict_utils as tu
 
 from tests.architectures.outcome import model_class
 from tests.architectures.test_every_model import ZERO_GRADIENTS, without
-from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from tests.architectures.tiny_configs import MODEL_TYPES, sizes_of, tiny_config
 from tests.attention.test_gpu import gpu_kernels
 from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference
-from verl_pg_plugin.architectures import MASKS_WITHOUT_POSITIONS, UNCOMPILED, WRONG_COMPILED
+from verl_pg_plugin.architectures import MASKS_WITHOUT_POSITIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
-FLASH = {"attn_implementation": "flash_attention_2"}
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -44,28 +43,25 @@ LATENT = {
 }
 OF_TYPE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), LATENT),
+    "fuyu": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4},
     **{name: {"global_head_dim": 64, **NARROW} for name in ("gemma4_text", "gemma4_unified_text")},
     "granite": {"attention_multiplier": 1 / 8},
-    **dict.fromkeys(("granitemoe", "granitemoeshared", "minimax_m2"), NARROW),
     "hrm_text": {"prefix_lm": False},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
+    "minimax_m2": NARROW,
+    "opt": {"ffn_dim": 512},
 }
-EXACT_TYPES = {name for record in read_record().values() for name in record if record[name]["status"] == "exact"}
-COMPILED = sorted((EXACT_TYPES & set(MODEL_TYPES)) - UNCOMPILED.keys() - WRONG_COMPILED.keys())
-NOT_IN_STOCK = {"fuyu", "gpt_neox", "gpt_oss", "hrm_text", "opt", "persimmon"}
-"""Stock rmpad cannot run these, so they are held beside uncompiled layers."""
-STOCK_ATTENTION = {"gpt_oss": "eager", "ministral3": "sdpa"}
-"""Where stock rmpad is not exact on flash-attn."""
-SHAPES = (300, [60, 33, 90, 5, 71, 64]), (150, [100, 40, 77]), (90, [64])
-"""Lengths of prompts and responses."""
+COMPILED = sorted({t for types in read_record().values() for t in types if types[t]["compiled"]} & set(MODEL_TYPES))
+NOT_IN_STOCK = {"fuyu", "gpt_neox", "hrm_text", "opt", "persimmon"}  # held beside uncompiled layers
+STOCK_ATTENTION = dict.fromkeys(("gpt_oss", "ministral3"), "sdpa")  # stock rmpad on flash-attn is not exact, or none
+SHAPES = (300, [60, 33, 90, 5, 71, 64]), (150, [100, 40, 77]), (90, [64])  # lengths of prompts and responses
 
 
 def save_two_layers(folder: Path, model_type: str) -> str:
     """Of both kinds where a type has two, with windows shorter than the prompts."""
     torch.manual_seed(0)
-    sizes = {**SIZES, **OF_TYPE.get(model_type, {})}
-    default = transformers.AutoConfig.for_model(model_type)
-    config = tiny_config(model_type, **{name: size for name, size in sizes.items() if hasattr(default, name)})
+    sizes = sizes_of(transformers.AutoConfig.for_model(model_type), SIZES) | OF_TYPE.get(model_type, {})
+    config = tiny_config(model_type, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():
         # The scale of its scores, which is 1: without it rounding alone moves gradients by a quarter.
@@ -82,7 +78,7 @@ def assert_as_close_as_stock(
 
     ``beside`` stock's "rmpad" or "padded" mode, or ours "uncompiled".
     """
-    model = {"override_config": {**FLASH, **more}}
+    model = {"override_config": {"attn_implementation": "flash_attention_2", **more}}
     drawn, loss = [], actor_loss(**SMOOTH_LOSS)
     for seed in (0, 10, 20):
         samples = [sample for place, shape in enumerate(SHAPES, seed) for sample in group(*shape, place)]
@@ -122,7 +118,7 @@ def test_values_narrower_than_keys_are_as_exact_as_stock_rmpad(tmp_path: Path, m
 def test_learned_sinks_are_as_exact_as_stock_in_eager_mode(tmp_path: Path, name: str, compiled: bool) -> None:
     """Windows shorter than prompts, and four experts that a token visits all; stock's rmpad mode is wrong there.
 
-    Grouped products sum gradients of experts' biases in bf16, more of them at once than stock verl: not compared.
+    Grouped products sum gradients of experts' biases in bf16, more of them at once than stock verl: left out.
     """
     eager = {"attn_implementation": "eager", "_experts_implementation": "grouped_mm" if compiled else "eager"}
     biases = {f"model.layers.{layer}.mlp.experts.gate_up_proj_bias" for layer in range(2)} if compiled else set()

@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     # Windows shorter than the prompts of the tests.
     "sliding_window": 6,
     # Experts, too many for a token to visit all.
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_group"), 2),
     **dict.fromkeys(("topk_group", "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"), 1),
@@ -62,6 +62,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "hunyuan_v1_moe": {"moe_topk": 2},
     "jetmoe": {"kv_channels": 8},
+    **{name: {"layer_types": ["sliding_attention", "full_attention"]} for name in ("laguna", "mellum")},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {
@@ -83,17 +84,22 @@ float32 itself is 1.6e-5 off float64."""
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
+def sizes_of(config: PretrainedConfig, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those that the config has a field for."""
+    known = config.to_dict().keys() | config.attribute_map.keys()
+    return {name: size for name, size in sizes.items() if name in known}
+
+
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     """Two layers of 32 numbers: one of each kind that the type has, everything random switched off."""
     default = transformers.AutoConfig.for_model(model_type)
     fields = default.to_dict()
-    sizes = {name: value for name, value in SIZES.items() if name in fields or name in default.attribute_map}
     still = {
         name: 0.0 for name, value in fields.items() if any(word in name for word in RANDOM) and isinstance(value, float)
     }
     kinds = list(dict.fromkeys(fields.get("layer_types") or ()))
     layers = {"layer_types": [kinds[0], kinds[-1]]} if kinds else {}
-    given = sizes | still | layers | OF_TYPE.get(model_type, {}) | overrides
+    given = sizes_of(default, SIZES) | still | layers | OF_TYPE.get(model_type, {}) | overrides
     return transformers.AutoConfig.for_model(model_type, **given)
 
 

@@ -14,7 +14,7 @@ from tests.modalities.tiny_vision import KINDS, Shot, Shown, image_batch, save_v
 from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of, pooled
 from tests.support import Result, actor_loss, make_engine, run_reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200), pytest.mark.usefixtures("process_group")]
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "initializer_range": 0.05}
 QWEN3 = {"rope_parameters": {**ROPE, "mrope_interleaved": True}}
