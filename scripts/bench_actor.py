@@ -234,8 +234,12 @@ def main() -> int:
         rows = run(args, shared_model(args, folder))
     if dist.get_rank() == 0:
         report(rows, args.csv)
-        if torch.cuda.is_available():
-            Console().print(pinned_copies())
+    if torch.cuda.is_available():
+        rates = [""] * dist.get_world_size()
+        dist.barrier()  # ranks copy at the same time
+        dist.all_gather_object(rates, pinned_copies())
+        if dist.get_rank() == 0:
+            Console().print(*rates, sep="\n")
     dist.destroy_process_group()
     return 0
 
