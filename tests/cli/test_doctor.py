@@ -238,13 +238,12 @@ def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, mon
 
 def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed: list[str]) -> None:
     lines = run_lines(compose_config(packed))
-    assert bad(lines) == []
-    assert line_of(lines, "mode").text.startswith("packed (")
+    assert (bad(lines), line_of(lines, "mode").text[:8]) == ([], "packed (")
     assert line_of(lines, "attention kernel").text.startswith("sdpa (")
     assert "no (++prefix_grouper.compile_layers=auto: compiling pays on a GPU" in line_of(lines, "compiled layers").text
     assert "first that fits of attention, attention_on_host" in line_of(lines, "activations").text
-    other = ["prefix_grouper.compile_layers=True", "prefix_grouper.activations=inputs"]
-    lines = run_lines(compose_config([*packed, *other]))
+    other = [*packed, "prefix_grouper.compile_layers=True", "prefix_grouper.activations=inputs"]
+    lines = run_lines(compose_config(other))
     assert line_of(lines, "compiled layers").text.startswith("yes (")
     assert line_of(lines, "activations").text == "inputs"
     stock = run_lines(compose_config([*packed, f"{ACTOR}.use_prefix_grouper=False"]))
@@ -252,6 +251,7 @@ def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed
     assert line.text.startswith("rmpad, which shares nothing (")
     assert (line.status, line.fix) == (WARN, f"{ACTOR}.use_prefix_grouper=True")
     assert {"attention kernel", "compiled layers"}.isdisjoint(check.what for check in stock)
+    assert "which only model_engine=dp" in bad(run_lines(compose_config([*packed, "model_engine=megatron"])))[0].text
 
 
 @pytest.fixture

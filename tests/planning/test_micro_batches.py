@@ -273,9 +273,9 @@ def test_a_short_template_does_not_bind_prompts_and_a_long_one_is_cached(preambl
     assert max(part.num_tokens for part in parts_of(plan)) <= 256
 
 
-def test_groups_that_fit_stay_whole_where_their_prompts_are_short_for_the_budget() -> None:
-    """The template parts the groups, whose prompts bind samples all the same."""
+@pytest.mark.parametrize(("response", "again"), [(60, 1), (600, 8 * 51 + 7)])
+def test_samples_stay_together_where_prompts_are_short_for_the_budget(response: int, again: int) -> None:
+    """The template parts the groups, whose prompts bind samples all the same; of long samples each group takes two."""
     prompts = [(7, 8, *range(100 * g, 100 * g + 50)) for g in range(1, 9)]
-    order = batch_of(*[(prompt, (i,) * 60) for prompt in prompts for i in range(8)]).order()
-    plan = cut_micro_batches(order, MicroBatchLimits(60 * SHORT_PREFIX))
-    assert recomputed(plan, order) == len(plan) - 1, "the template"
+    order = batch_of(*[(prompt, (i,) * response) for prompt in prompts for i in range(8)]).order()
+    assert recomputed(cut_micro_batches(order, MicroBatchLimits(60 * SHORT_PREFIX)), order) == again

@@ -57,8 +57,9 @@ def run_lines(config: DictConfig) -> list[Check]:
     if mode.shares_prefixes and not any(ATTENTION_KERNEL in issue.setting for issue in issues):
         needs = attention_needs(hf_config.get_text_config()) if hf_config else None
         lines += taken_kernel(device, OmegaConf.select(config, f"{OPTIONS}.attention_kernel", default="auto"), needs)
-    if mode is Mode.PACKED and not any(issue.setting.startswith(f"++{OPTIONS}.") for issue in issues):
-        engine = engine_of(config, ACTOR, hf_config)
+    engine = engine_of(config, ACTOR, hf_config)
+    known = engine.option("activations") and not any(issue.setting.startswith(f"++{OPTIONS}.") for issue in issues)
+    if mode is Mode.PACKED and known:  # engines of others have no such option
         levels = _levels(engine)
         text = ", ".join(level.value for level in levels.ladder)
         if levels.asked is None:
@@ -127,7 +128,8 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
     engine = engine_of(config, ACTOR, hf_config)
     nodes, per_node = count_of(config, "trainer.nnodes"), count_of(config, "trainer.n_gpus_per_node")
     sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0]) if hf_config else None
-    if not (sizes and nodes and per_node) or engine.device != "cuda" or not torch.cuda.is_available():
+    known = sizes and nodes and per_node and engine.option("activations")
+    if not known or engine.device != "cuda" or not torch.cuda.is_available():
         return []
     module = text_skeleton(hf_config).requires_grad_(not engine.of_model("lora_rank"))
     chunk, gpus = count_of(config, f"{OPTIONS}.logits_chunk_size"), nodes * per_node

@@ -246,12 +246,20 @@ class _Planner:
             span = rest.pop()
             inside = self.order.num_shared[span.first + 1 : span.stop]
             least = min(inside.tolist(), default=math.inf)
-            if least > self.short or (least and self.fits(span)):
+            starts = span.first + 1 + np.flatnonzero(inside == least)
+            if least > self.short or (least and self.fits(span)) or self.pays(span, least * len(starts)):
                 groups.append(span)
             else:
-                starts = span.first + 1 + np.flatnonzero(inside == least)
                 rest += [_Span(*bounds) for bounds in pairwise([span.first, *starts.tolist(), span.stop])][::-1]
         return groups
+
+    def pays(self, span: _Span, saved: float) -> bool:
+        """Whether a short prefix saves so many tokens that it binds a group all the same.
+
+        What all sequences share does not: every micro-batch computes it once, whatever it holds.
+        """
+        is_much = saved * SHORT_PREFIX > self.tokens(span)
+        return is_much and (span.size < len(self.shared) or self.stays_whole(span))
 
     def split(self, group: _Span) -> list[_Span]:
         """The cheapest chunks that walking finds, of one size where that costs no more."""
