@@ -4,7 +4,7 @@
 #   bash examples/run_qwen3_pg.sh [--help] [verl override ...]
 #
 # Without any variable set: installs into .venv, makes a tiny Qwen3 checkpoint and an arithmetic data set, and
-# trains on the CPU for a few minutes. The last line is `run summary: {json}`.
+# trains on the CPU: about ten minutes in all. The last line is `run summary: {json}`.
 #
 # With MODEL_PATH, TRAIN_FILES and VAL_FILES set, the same training on GPUs; what the machine lacks for it is said
 # before anything starts:
@@ -28,7 +28,7 @@
 #   PYTHON                               .venv                   .venv if there is one, else python3
 #   WORK_DIR                             outputs/run_qwen3_pg    the same; each run gets a folder in it
 #   USE_PREFIX_GROUPER                   True                    True: the one flag of packed mode; False selects rmpad
-#   USE_REMOVE_PADDING                   -                       - : verl's own True; False pads, with sharing or without
+#   USE_REMOVE_PADDING                   -                       - : verl's own True; False pads, with USE_PREFIX_GROUPER=False
 #   NGPUS_PER_NODE, NNODES               1, 1 (processes)        8, 1
 #   ROLLOUT, ROLLOUT_N, ROLLOUT_TP       hf, 8, 1                vllm, 8, 1
 #   GPU_MEMORY_UTILIZATION               -                       0.6: what vLLM takes of a GPU

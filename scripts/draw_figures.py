@@ -76,7 +76,7 @@ def does_it_pay() -> plt.Figure:
     marks = {
         300: [("GSM8K", 0, 2)],
         1024: [("documents", 3, 2)],
-        4096: [("DAPO", 0, 1), ("agents", 2, 1)],
+        4096: [("DAPO", 0, 1)],
     }
     config = config_of("qwen3-4b")
     module = text_skeleton(config)

@@ -29,11 +29,11 @@ class PrefixGrouperOptions:
             something is known to speak against it (``config.compile``), True wherever it can work.
         logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
             for all of them.
-        carry: auto lets a group of packed mode that exceeds a micro-batch go on in the next, which reads what they
-            share, where that is cheaper; never computes what they share again in each.
+        carry: auto lets the chunks of a split group read their prefix from a cache where that is cheaper; never
+            computes it again in each.
         verify: recompute two samples of live micro-batches alone, compare, and end the run where they differ: in none
             of them (off), in the first, or in every n-th (every_100).
-        verify_tolerance: largest error per token, relative to the larger of 1 and the value; null for one that is
+        verify_tolerance: largest error per token, relative to its value where that exceeds 1; null for one that is
             measured in the run.
 
     Raises:
