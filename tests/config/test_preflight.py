@@ -166,7 +166,9 @@ def test_a_setting_of_roles_that_follow_a_key_without_an_issue_is_refused(config
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
     short = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=64"
-    check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {short}"))
+    by_cut = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=77"
+    check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {short} {by_cut}"))
+    assert f"; {ACTOR}.loss_scale_factor=77" in caplog.text
     assert "holds 64 tokens, and a sequence of more, of up to" in caplog.text
     check(config_of(f"{CRITIC} data.max_prompt_length=40000"))  # in V1: a key that verl's files lack
     assert "; ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text

@@ -85,7 +85,7 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     """What the modes say against a run: its flags and options, its checkpoints and its engines."""
     found = [*_flag_issues(config)]
     if mode_of(config).shares_prefixes:
-        found += _combinations(config)
+        found += [*_combinations(config), *_losses_by_cut(config)]
     read = cache(partial(read_checkpoint, config))
     for role in rules.roles_of(config):
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
@@ -145,6 +145,23 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
     if REF in rules.roles_of(config) and actor.on_veomni and ref.on_veomni and actor.sp_size != ref.sp_size:
         why = f"VeOmni keeps that of a process's first engine, and the actor's is {actor.sp_key}={actor.sp_size}"
         yield Issue(f"{ref.sp_key}={ref.sp_size}", why, f"{ref.sp_key}={actor.sp_size}")
+
+
+def _losses_by_cut(config: DictConfig) -> Iterator[Issue]:
+    """Losses of verl that average or choose within a micro-batch, where packed mode's holds other sequences."""
+    normalizes = "algorithm.rollout_correction.rollout_is_batch_normalize"
+    of_verl, modes = f"{USE_PREFIX_GROUPER}=False for that of verl", ("geo_mean", "clip_cov", "kl_cov")
+    found = [(f"{ACTOR}.policy_loss.loss_mode", mode, of_verl) for mode in modes]
+    if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
+        found.append((normalizes, "True", f"{normalizes}=False"))
+    for role in {ACTOR, *rules.roles_of(config)} - {REF}:
+        if OmegaConf.select(config, factor := f"{role}.loss_scale_factor") is None:
+            fix = f"{factor}={OmegaConf.select(config, 'data.max_response_length')}"
+            found.append((f"{role}.loss_agg_mode", "seq-mean-token-sum-norm", fix))
+    for key, value, fix in found:
+        if str(OmegaConf.select(config, key)) == value:
+            why = "verl looks at each micro-batch alone there, and packed mode cuts others: gradients are not verl's"
+            yield Issue(f"{key}={value}", why, fix, is_warning=True)
 
 
 def _engine_issues(config: DictConfig, engine: Engine) -> Iterator[Issue]:

@@ -164,8 +164,7 @@ def _settings() -> Iterator[None]:
 def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator[None]:
     """Around compiled layers and their backwards: what torch cannot compile is an error that names the option.
 
-    ``failures`` are what torch may raise there: around a whole micro-batch not those of a call, which a loss that is
-    compiled too raises as well. LayerCompilerError from torch's own; nothing falls back to slower layers.
+    ``failures`` are what torch may raise. LayerCompilerError from torch's own; nothing falls back to slower layers.
     """
     try:
         yield

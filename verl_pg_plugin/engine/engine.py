@@ -148,8 +148,7 @@ class SharedPrefixEngine(FSDPEngine):
         for index, planned in enumerate(plan.micro_batches):
             is_last = index == len(plan.micro_batches) - 1
             grads = torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
-            compiler = compiling() if self.compiles else nullcontext()
-            with grads, compiler, torch.profiler.record_function(f"micro_batch{index}"):
+            with grads, torch.profiler.record_function(f"micro_batch{index}"):
                 result = self._run(planned, plan, selector, cache, costs, loss_function, forward_only)
             if not returns_outputs:
                 del result["model_output"]
@@ -254,7 +253,8 @@ class SharedPrefixEngine(FSDPEngine):
                 group = self.get_data_parallel_group()
                 loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
         if not forward_only:
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            with compiling() if self.compiles else nullcontext():
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
         outputs = {name: values.detach() for name, values in outputs.items()}
         if alone is not None:

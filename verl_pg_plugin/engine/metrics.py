@@ -100,8 +100,8 @@ def weigh_means(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float
     """
     for metrics, weight in zip(micro_batches, weights, strict=True):
         for name, metric in metrics.items():
-            if isinstance(metric, Metric):
-                if metric.aggregation is AggregationType.MEAN:
+            if isinstance(metric, Metric):  # of the bypass mode some are extremes
+                if metric.aggregation is AggregationType.MEAN and not name.startswith("rollout_corr/"):
                     metric.values = [value * weight for value in metric.values]
             elif name in PLAIN_MEANS:
                 metrics[name] = metric * weight

@@ -212,12 +212,12 @@ def _balance(
         labels = np.minimum(response_lengths[together.sequences], together.num_new)
         costs[number] = price(together.num_shared, together.num_new, labels).sum()
         num_tokens += int(together.num_new.sum())
-    sequences = np.sort(order.sequences[places], axis=1)
+    sequences = order.sequences[places]  # groups lie together, for a critic whose mini-batches are smaller
     mini_batches = np.argsort(-costs, kind="stable").reshape(num_mini_batches, num_ranks)
     bins = np.empty((num_ranks, num_mini_batches), dtype=np.int64)
     totals = np.zeros(num_ranks)
     # In the order of their first sequences, so that no mini-batch is put off for being long.
-    for number, row in enumerate(np.argsort(sequences[mini_batches, 0].min(axis=1), kind="stable")):
+    for number, row in enumerate(np.argsort(sequences.min(axis=1)[mini_batches].min(axis=1), kind="stable")):
         ranks = np.argsort(totals, kind="stable")  # the most expensive bin to the rank with least
         bins[ranks, number] = mini_batches[row]
         totals += costs[bins[:, number]]

@@ -28,6 +28,10 @@ SHORT_PREFIX = 64
 """A prefix of at most one in this many tokens of the budget binds no groups together: each micro-batch computes it.
 What all prompts share, a chat template or a short system prompt, would make one split group of a whole mini-batch,
 whose chunks wait for each other and have no room for other groups."""
+MORE_TOKENS = (
+    "raise ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu (a critic's: ppo_infer_max_token_len_per_gpu; "
+    "SFT's: data.max_token_len_per_gpu)"
+)
 SLACKS = (0.0, 0.1, 0.3)
 """How much shorter than the furthest a chunk may end where its sequences share less with the next."""
 
@@ -98,16 +102,14 @@ def cut_micro_batches(
     """
     if at_least > len(order.sequences):
         raise ValueError(
-            f"{len(order.sequences)} sequences cannot fill {at_least} micro-batches, of which all "
-            "ranks must run as many; spread sequences evenly over ranks, or raise ppo_max_token_len_per_gpu and "
-            "log_prob_max_token_len_per_gpu"
+            f"{len(order.sequences)} sequences cannot fill {at_least} micro-batches, of which all ranks must run as "
+            f"many; spread sequences evenly over ranks, or {MORE_TOKENS}"
         )
     if limits.max_tokens is not None and (order.num_tokens > limits.max_tokens).any():
         longest = int(order.num_tokens.argmax())
         raise ValueError(
             f"sequence {int(order.sequences[longest])} alone needs {int(order.num_tokens[longest])} tokens of "
-            f"computation, more than the {limits.max_tokens} a micro-batch may hold; raise ppo_max_token_len_per_gpu "
-            "and log_prob_max_token_len_per_gpu"
+            f"computation, more than the {limits.max_tokens} a micro-batch may hold; {MORE_TOKENS}"
         )
     planner = _Planner(order, limits, weights, levels, 0.0 if forward_only else PREFILL_COST)
     planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
