@@ -154,8 +154,8 @@ def _losses_by_cut(config: DictConfig) -> Iterator[Issue]:
     found = [(f"{ACTOR}.policy_loss.loss_mode", mode, of_verl) for mode in modes]
     if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
         found.append((normalizes, "True", f"{normalizes}=False"))
-    for role in {ACTOR, *rules.roles_of(config)} - {REF}:
-        if OmegaConf.select(config, factor := f"{role}.loss_scale_factor") is None:
+    for role in rules.roles_of(config):
+        if role != REF and OmegaConf.select(config, factor := f"{role}.loss_scale_factor") is None:
             fix = f"{factor}={OmegaConf.select(config, 'data.max_response_length')}"
             found.append((f"{role}.loss_agg_mode", "seq-mean-token-sum-norm", fix))
     for key, value, fix in found:
