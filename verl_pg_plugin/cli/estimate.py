@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 VERLS_BUDGET = 16384
 ACCURACY = (
-    "fitted to 8 cases of Qwen3-0.6B to 8B on an H200, median error 4%; on 4 others 5%; at most 26%, above 1B 15%"
+    "fitted to 8 cases of Qwen3-0.6B to 8B on an H200, median error 4%; on 4 others 7%; at most 26%, above 1B 15%"
 )
 DESCRIPTION = """\
 What packed mode would gain over stock verl (rmpad) on one rank's mini-batch, by token budget. The mini-batch is planned
