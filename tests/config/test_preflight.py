@@ -5,7 +5,7 @@ from config_support import CRITIC, SHARED
 from omegaconf import DictConfig
 
 from verl_pg_plugin import compat
-from verl_pg_plugin.config import preflight
+from verl_pg_plugin.config import Mode, preflight
 from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import Issue
 
@@ -161,6 +161,20 @@ def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_c
 def test_a_setting_of_roles_that_follow_a_key_without_an_issue_is_refused(config_of) -> None:
     found = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True"))
     assert any("follows from the longest one" in issue.why for issue in found)
+
+
+LOSS_MODE, NORMALIZES = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction.rollout_is_batch_normalize"
+BY_CUT = [(f"{LOSS_MODE}={mode}", "actor.use_prefix_grouper=False") for mode in ("geo_mean", "clip_cov", "kl_cov")]
+BY_CUT.append((f"algorithm.rollout_correction.bypass_mode=True {NORMALIZES}=True", f"{NORMALIZES}=False"))
+
+
+@pytest.mark.parametrize("mode", [Mode.PACKED, Mode.PADDED_GROUPS])
+@pytest.mark.parametrize(("overrides", "fix"), BY_CUT)
+def test_losses_that_look_at_a_micro_batch_alone_are_warned_of(overrides: str, fix: str, mode: Mode, config_of) -> None:
+    (issue,) = (issue for issue in preflight.preflight(config_of(overrides, mode)) if issue.is_warning)
+    assert issue.setting == overrides.split()[-1]
+    assert "each micro-batch alone there, and this plugin cuts others" in issue.why
+    assert fix in issue.fix
 
 
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:

@@ -148,7 +148,7 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
 
 
 def _losses_by_cut(config: DictConfig) -> Iterator[Issue]:
-    """Losses of verl that average or choose within a micro-batch, where packed mode's holds other sequences."""
+    """Losses of verl that average or choose within a micro-batch; where prefixes are shared it holds others."""
     normalizes = "algorithm.rollout_correction.rollout_is_batch_normalize"
     of_verl, modes = f"{USE_PREFIX_GROUPER}=False for that of verl", ("geo_mean", "clip_cov", "kl_cov")
     found = [(f"{ACTOR}.policy_loss.loss_mode", mode, of_verl) for mode in modes]
@@ -160,7 +160,7 @@ def _losses_by_cut(config: DictConfig) -> Iterator[Issue]:
             found.append((f"{role}.loss_agg_mode", "seq-mean-token-sum-norm", fix))
     for key, value, fix in found:
         if str(OmegaConf.select(config, key)) == value:
-            why = "verl looks at each micro-batch alone there, and packed mode cuts others: gradients are not verl's"
+            why = "verl looks at each micro-batch alone there, and this plugin cuts others: gradients are not verl's"
             yield Issue(f"{key}={value}", why, fix, is_warning=True)
 
 
