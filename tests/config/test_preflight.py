@@ -93,12 +93,12 @@ REFUSED: list[tuple[str, str, str]] = [
     *((f"{MODEL}.lora_rank={rank}", "is no rank of at least 0", "") for rank in ("word", -1)),
     (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=8k", "number of tokens", ""),
     *((f"{ROLLOUT}.name={name}", "names no rollout engine", "=vllm") for name in ("null", "None")),
-    (
-        f"trainer.n_gpus_per_node=3 ray_kwargs.ray_init.num_gpus=3 data.train_batch_size=6 {SP}=2",
-        "2 ranks that share tokens do not divide 3",
-        f"{SP}=1",
+    (  # three would divide six, and heads cannot be spread over three
+        f"trainer.n_gpus_per_node=6 ray_kwargs.ray_init.num_gpus=6 data.train_batch_size=6 {SP}=4",
+        "4 ranks that share tokens do not divide 6",
+        f"{SP}=2",
     ),
-    (f"{SP}=3", "cannot be spread", f"{SP}=2"),  # said once: the reference policy's own follows it in verl's config
+    (f"{SP}=3", "cannot be spread", f"{SP}=1"),  # said once: the reference policy's own follows it in verl's config
     *(
         (override, "is no number of at least 1", "")
         for override in (
