@@ -82,6 +82,8 @@ def test_the_order_is_a_permutation_with_the_costs_and_cuts_that_are_reported(pr
     assert balance.slowest_over_mean == pytest.approx(waits / balance.cost.sum())
     bins_of = [sum(bool((problem.group[cell] == g).any()) for cell in bins) for g in np.unique(problem.group)]
     assert sum(number > 1 for number in bins_of) == balance.num_cut_groups
+    parts_of = [int(np.count_nonzero(np.diff(problem.group[cell]))) + 1 for cell in bins]
+    assert parts_of == [len(np.unique(problem.group[cell])) for cell in bins], "groups lie together: a critic cuts bins"
     by_mini_batch = [bins[j :: problem.num_mini_batches] for j in range(problem.num_mini_batches)]
     firsts = [min(int(cell.min()) for cell in mini_batch) for mini_batch in by_mini_batch]
     assert firsts == sorted(firsts), "no mini-batch is put off for being long"
