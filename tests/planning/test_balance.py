@@ -145,11 +145,6 @@ def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the
     assert cut.time < 1.08 * ideal, "prompts that are computed twice included"
 
 
-def test_prompts_that_cost_more_than_they_level_are_not_computed_twice() -> None:
-    group, responses = (np.repeat(of_groups, 4) for of_groups in (range(4), [100, 120, 140, 160]))
-    assert Problem(group, np.full(16, 8000), responses, num_ranks=4, num_mini_batches=1).solve().num_cut_groups == 0
-
-
 def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
     ones = np.ones(7, dtype=np.int64)
     with pytest.raises(ValueError, match=r"7 sequences do not divide into 2 ranks x 2 mini-batches"):
