@@ -15,6 +15,7 @@ from verl_pg_plugin.attention.kernels import (
     KERNELS,
     AttentionNeeds,
     KernelSpec,
+    kernel_obstacle,
     load_passes,
     select_kernel,
     setting_obstacle,
@@ -92,6 +93,14 @@ def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, erro
     monkeypatch.setattr(passes, "flash_attn_4", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall"):
         select_kernel("auto", "cuda")
+
+
+@pytest.mark.parametrize(("width", "windows", "fits"), [(128, 1, 1), (256, 0, 1), (256, 1, 0), (192, 0, 0)])
+def test_on_blackwell_flash_attn_4_takes_fewer_widths(width: int, windows: int, fits: int, machine: Machine) -> None:
+    for capability, taken in (((9, 0), True), ((10, 0), fits)):
+        machine(capability, "flash-attn-4")
+        needs = AttentionNeeds(frozenset({(width, 128)}), windows=bool(windows))
+        assert (kernel_obstacle("flash_attn_4", "cuda", needs) == "") == taken
 
 
 @pytest.mark.parametrize(

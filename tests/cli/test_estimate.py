@@ -126,7 +126,8 @@ def test_no_budget_is_recommended_that_does_not_fit_the_memory(estimate: Estimat
 
 def test_models_that_are_not_there_or_do_not_share_are_named(estimate: Estimate, tmp_path: Path, monkeypatch) -> None:
     lengths = "--prompt 64 --response 8"
-    assert "--model /nope: no such folder; pass the folder of a checkpoint" in estimate(lengths, model="/nope")[0]
+    for path in ("/nope", "../nope", "runs/models/nope", "nope/"):
+        assert f"--model {path}: no such folder; pass the folder of a checkpoint" in estimate(lengths, model=path)[0]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     told, _ = estimate(lengths, model="nobody/nothing")
     assert told.startswith("error: --model nobody/nothing cannot be read by AutoConfig: Cannot reach")

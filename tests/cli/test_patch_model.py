@@ -99,6 +99,17 @@ def test_patching_again_brings_up_to_date_and_what_the_command_says_undoes_it(fo
     assert (folder / "config.json").is_symlink() == linked
 
 
+def test_what_was_copied_without_its_backup_or_saved_by_transformers_is_brought_up_to_date(folder, capsys) -> None:
+    assert main(["patch-model", str(folder)]) == 0
+    (folder / BACKUP_FILE).unlink()
+    patched = contents(folder)
+    (folder / MODELING_FILE).write_bytes(patched[MODELING_FILE] + b"# of an older release\n")
+    edit_config(folder, auto_map=dict([*AUTO_MAP.items()][:1]))  # that of the class which was saved
+    assert main(["patch-model", str(folder)]) == 0
+    assert contents(folder) == patched, "and no backup that names a file which undoing removes"
+    assert "and AutoModelForCausalLM and AutoModelForTokenClassification from auto_map" in capsys.readouterr().out
+
+
 def test_other_auto_map_entries_are_kept_and_one_that_points_elsewhere_is_left_alone(folder, capsys) -> None:
     edit_config(folder, auto_map={"AutoTokenizer": ["mine.Tokenizer", None]})
     assert main(["patch-model", str(folder)]) == 0

@@ -5,7 +5,7 @@ from config_support import CRITIC, SHARED
 from omegaconf import DictConfig
 
 from verl_pg_plugin import compat
-from verl_pg_plugin.config import preflight
+from verl_pg_plugin.config import Mode, preflight
 from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import Issue
 
@@ -93,12 +93,9 @@ REFUSED: list[tuple[str, str, str]] = [
     *((f"{MODEL}.lora_rank={rank}", "is no rank of at least 0", "") for rank in ("word", -1)),
     (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=8k", "number of tokens", ""),
     *((f"{ROLLOUT}.name={name}", "names no rollout engine", "=vllm") for name in ("null", "None")),
-    (
-        f"trainer.n_gpus_per_node=3 ray_kwargs.ray_init.num_gpus=3 data.train_batch_size=6 {SP}=2",
-        "2 ranks that share tokens do not divide 3",
-        f"{SP}=1",
-    ),
-    (f"{SP}=3", "cannot be spread", f"{SP}=2"),  # said once: the reference policy's own follows it in verl's config
+    # Three would divide six, and heads cannot be spread over three.
+    (f"trainer.n_gpus_per_node=6 ray_kwargs.ray_init.num_gpus=6 {SP}=4", "tokens do not divide 6", f"{SP}=2"),
+    (f"{SP}=3", "cannot be spread", f"{SP}=1"),  # said once: the reference policy's own follows it in verl's config
     *(
         (override, "is no number of at least 1", "")
         for override in (
@@ -106,13 +103,7 @@ REFUSED: list[tuple[str, str, str]] = [
             *(f"{SP}=0", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=two"),
         )
     ),
-    (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=null", "number of tokens", ""),
-    (
-        "algorithm.adv_estimator=gae critic.model.path={models}/qwen3 critic.use_dynamic_bsz=False "
-        "+critic.ppo_infer_max_token_len_per_gpu=-5",
-        "number of tokens",
-        "",
-    ),
+    (f"{CRITIC} +critic.ppo_infer_max_token_len_per_gpu=-5", "number of tokens", ""),
     ("trainer.n_gpus_per_node=2", "2 worker processes are asked for", "num_gpus=2"),
     (f"{ROLLOUT}.name=vllm", "vllm is not installed", "pip install 'verl[vllm]'"),
     ("data.train_files=no_such.parquet", "does not exist", "data.train_files="),
@@ -161,6 +152,19 @@ def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_c
 def test_a_setting_of_roles_that_follow_a_key_without_an_issue_is_refused(config_of) -> None:
     found = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True"))
     assert any("follows from the longest one" in issue.why for issue in found)
+
+
+BY_CUT = [f"{ACTOR}.policy_loss.loss_mode={mode}" for mode in ("geo_mean", "clip_cov", "kl_cov")]
+BY_CUT.append("".join(f" algorithm.rollout_correction.{x}=True" for x in ("bypass_mode", "rollout_is_batch_normalize")))
+
+
+@pytest.mark.parametrize("mode", [Mode.PACKED, Mode.PADDED_GROUPS])
+@pytest.mark.parametrize("overrides", BY_CUT)
+def test_losses_that_look_at_a_micro_batch_alone_are_warned_of(overrides: str, mode: Mode, config_of) -> None:
+    (issue,) = (issue for issue in preflight.preflight(config_of(overrides, mode)) if issue.is_warning)
+    assert issue.setting == overrides.split()[-1]
+    assert "each micro-batch alone there, and this plugin cuts others" in issue.why
+    assert "=False" in issue.fix
 
 
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:

@@ -10,9 +10,11 @@ from benchmarks.batches import make_batch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric, reduce_metrics
+from verl.workers.config import PolicyLossConfig
+from verl.workers.config.actor import RolloutCorrectionConfig
 
 from tests.engine.ranks import on_ranks
-from tests.support import group, jagged, make_engine, update
+from tests.support import actor_loss, group, jagged, make_engine, update
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.layout import Sequences
@@ -118,6 +120,14 @@ def test_kl_and_clip_fraction_do_not_depend_on_how_a_mini_batch_is_cut(packed: A
     assert abs(whole["actor/ppo_kl"]) > 0.01
     for name in LOGGED:
         assert in_parts[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+
+
+def test_what_rollout_correction_says_of_each_micro_batch_is_left_as_it_is(packed: Any) -> None:
+    """Some of it are extremes, which verl returns as means."""
+    bypass = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0, bypass_mode=True)
+    loss = actor_loss(policy_loss=PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=bypass))
+    logged = update(packed, make_batch(SAMPLES, max_token_len_per_gpu=60), loss).metrics
+    assert logged["rollout_corr/rollout_is_max"].values == [2.0] * len(logged["actor/ppo_kl"].values)
 
 
 def test_a_rank_of_few_tokens_counts_as_little(packed: Any, qwen3: str) -> None:

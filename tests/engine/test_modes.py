@@ -25,13 +25,6 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
     assert getattr(engine, "packed", None) == (remove_padding if sharing else None)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_attention_dropout_is_refused_in_every_mode_that_shares(tmp_path: Path, padded: bool) -> None:
-    path = save_tiny_model(tmp_path, attention_dropout=0.1)
-    with pytest.raises(ValueError, match=r"attention_dropout=0\.1.*override_config\.attention_dropout=0\.0"):
-        make_engine(path, padded=padded)
-
-
 def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj"])
@@ -41,10 +34,11 @@ def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:
         make_engine(qwen3, model=lora)
 
 
-def test_architecture_outside_the_attention_interface_is_named() -> None:
+def test_dropout_and_a_class_outside_the_attention_interface_are_named() -> None:
     with torch.device("meta"):
-        module = transformers.BloomForCausalLM(transformers.BloomConfig(attention_dropout=0.0))
-    with pytest.raises(ValueError, match=r"BloomForCausalLM does not go through.*use_prefix_grouper=False"):
+        module = transformers.BloomForCausalLM(transformers.BloomConfig(attention_dropout=0.1))
+    said = r"attention_dropout=0\.1.*override_config\.attention_dropout=0\.0.*BloomForCausalLM does not go through"
+    with pytest.raises(ValueError, match=f"{said}.*use_prefix_grouper=False"):
         prepare_model(module, TEXT, compiles=False)
 
 

@@ -82,6 +82,8 @@ def test_the_order_is_a_permutation_with_the_costs_and_cuts_that_are_reported(pr
     assert balance.slowest_over_mean == pytest.approx(waits / balance.cost.sum())
     bins_of = [sum(bool((problem.group[cell] == g).any()) for cell in bins) for g in np.unique(problem.group)]
     assert sum(number > 1 for number in bins_of) == balance.num_cut_groups
+    parts_of = [int(np.count_nonzero(np.diff(problem.group[cell]))) + 1 for cell in bins]
+    assert parts_of == [len(np.unique(problem.group[cell])) for cell in bins], "groups lie together: a critic cuts bins"
     by_mini_batch = [bins[j :: problem.num_mini_batches] for j in range(problem.num_mini_batches)]
     firsts = [min(int(cell.min()) for cell in mini_batch) for mini_batch in by_mini_batch]
     assert firsts == sorted(firsts), "no mini-batch is put off for being long"
@@ -141,11 +143,6 @@ def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the
     assert whole.time > 1.3 * ideal
     assert cut.slowest_over_mean < 1.05
     assert cut.time < 1.08 * ideal, "prompts that are computed twice included"
-
-
-def test_prompts_that_cost_more_than_they_level_are_not_computed_twice() -> None:
-    group, responses = (np.repeat(of_groups, 4) for of_groups in (range(4), [100, 120, 140, 160]))
-    assert Problem(group, np.full(16, 8000), responses, num_ranks=4, num_mini_batches=1).solve().num_cut_groups == 0
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:

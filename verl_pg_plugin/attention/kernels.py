@@ -30,6 +30,7 @@ class AttentionNeeds:
 
     head_dims: frozenset[tuple[int, int]] = frozenset()  # (width of queries and keys, of values) of each kind of layer
     softcap: bool = False  # scores are capped
+    windows: bool = False  # some layers attend within a window
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class KernelSpec:
     install: str = ""  # command that installs it
     head_dims: range | None = None  # widths of heads that it takes; None for all
     softcap: bool = True  # whether it caps scores
+    narrow_from: tuple[int, int] | None = None  # compute capability from which few widths above 128 are taken
 
     @property
     def installed(self) -> bool:
@@ -62,7 +64,10 @@ class KernelSpec:
 
 _flash = partial(KernelSpec, "cuda", head_dims=range(8, 257, 8))
 KERNELS: dict[str, KernelSpec] = {
-    "flash_attn_4": _flash(min_capability=(9, 0), package="flash-attn-4", install="pip install --pre flash-attn-4"),
+    # What it asserts on Blackwell (4.0.0b36); on Hopper it takes all.
+    "flash_attn_4": _flash(
+        min_capability=(9, 0), narrow_from=(10, 0), package="flash-attn-4", install="pip install --pre flash-attn-4"
+    ),
     "flash_attn_3": _flash(
         min_capability=(9, 0),
         max_capability=(9, 0),
@@ -154,6 +159,12 @@ def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = 
             return f"needs compute capability {spec.min_capability}, this GPU has {capability}"
         if spec.max_capability is not None and capability > spec.max_capability:
             return f"runs up to compute capability {spec.max_capability}, this GPU has {capability}"
+        wide = {max(dims) for dims in needs.head_dims if max(dims) > 128}
+        if capability < (12, 0) and not needs.windows:
+            wide.discard(256)  # by kernels of its own, whose backward has no windows
+        if spec.narrow_from is not None and capability >= spec.narrow_from and wide:
+            also = "and on compute capability 10 and 11 of 256 without windows"
+            return f"takes heads of up to 128 numbers here, {also}; the model's have {max(wide)}"
     if not needs.softcap or spec.package is None:
         return ""
     from verl_pg_plugin.attention.passes import softcap_fault

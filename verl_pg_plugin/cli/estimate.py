@@ -164,14 +164,15 @@ def load(auto_class: Any, name: str) -> Any:
     """A checkpoint's config or tokenizer, from a folder, the cache or the hub; no weight is read."""
     from httpx import HTTPError
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise CommandError(f"--model {name}: no such folder; pass the folder of a checkpoint, or a hub id")
     try:
         if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
             # One try: without a network transformers would try for half a minute.
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)
         return auto_class.from_pretrained(name, trust_remote_code=False)
+    except HFValidationError as error:  # nothing on the hub has such a name: it is a path
+        raise CommandError(f"--model {name}: no such folder; pass the folder of a checkpoint, or a hub id") from error
     except (OSError, ValueError, KeyError, HTTPError) as error:
         said = str(error).strip().splitlines()[0]
         download = "" if Path(name).is_dir() else f"hf download {name} --include '*.json' where there is a network, or "

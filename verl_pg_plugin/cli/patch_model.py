@@ -32,9 +32,11 @@ def run(args: argparse.Namespace) -> None:
     """Patch, and say what was done and how it is undone."""
     folder: Path = args.checkpoint_dir
     patch(folder)
+    undo = f"rename {BACKUP_FILE} to config.json"
+    if not (folder / BACKUP_FILE).exists():  # the folder is a copy without it, or save_pretrained wrote it
+        undo = f"{' and '.join(AUTO_MAP)} from auto_map in config.json"
     sys.stdout.write(
-        f"{folder}: patched; load it with trust_remote_code=True. To undo it, remove {MODELING_FILE} and rename "
-        f"{BACKUP_FILE} to config.json\n"
+        f"{folder}: patched; load it with trust_remote_code=True. To undo it, remove {MODELING_FILE} and {undo}\n"
     )
 
 
@@ -63,10 +65,11 @@ def patch(folder: Path) -> None:
             f"auto_map in {config_path} already points to {', '.join(foreign.values())}; "
             f"remove {' and '.join(foreign)} from it to use {MODELING_FILE}"
         )
-    if modeling.exists() and not backup.exists() and modeling.read_bytes() != SHIPPED_FILE.read_bytes():
+    # The file of every release names this command.
+    if modeling.exists() and not backup.exists() and b"verl_pg_plugin patch-model" not in modeling.read_bytes():
         raise CommandError(f"{modeling} exists and was not put there by patch-model; move it away first")
     is_mapped = AUTO_MAP.keys() <= auto_map.keys()
-    if not (is_mapped or backup.exists()):
+    if not (AUTO_MAP.keys() & auto_map.keys() or backup.exists()):
         # A link into a download cache stays a link: what it points to is not ours to change.
         shutil.copy2(config_path, backup, follow_symlinks=False)
     shutil.copyfile(SHIPPED_FILE, modeling)

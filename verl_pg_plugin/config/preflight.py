@@ -148,7 +148,7 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
 
 
 def _losses_by_cut(config: DictConfig) -> Iterator[Issue]:
-    """Losses of verl that average or choose within a micro-batch, where packed mode's holds other sequences."""
+    """Losses of verl that average or choose within a micro-batch; where prefixes are shared it holds others."""
     normalizes = "algorithm.rollout_correction.rollout_is_batch_normalize"
     of_verl, modes = f"{USE_PREFIX_GROUPER}=False for that of verl", ("geo_mean", "clip_cov", "kl_cov")
     found = [(f"{ACTOR}.policy_loss.loss_mode", mode, of_verl) for mode in modes]
@@ -160,7 +160,7 @@ def _losses_by_cut(config: DictConfig) -> Iterator[Issue]:
             found.append((f"{role}.loss_agg_mode", "seq-mean-token-sum-norm", fix))
     for key, value, fix in found:
         if str(OmegaConf.select(config, key)) == value:
-            why = "verl looks at each micro-batch alone there, and packed mode cuts others: gradients are not verl's"
+            why = "verl looks at each micro-batch alone there, and this plugin cuts others: gradients are not verl's"
             yield Issue(f"{key}={value}", why, fix, is_warning=True)
 
 
@@ -291,14 +291,14 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
     if not responses * ranks:
         return  # of which ``_counts`` speaks
     for role in rules.roles_of(config):
-        engine, key = rules.engine_of(config, role), f"{role}.ppo_mini_batch_size"
+        hf_config, issues = read_checkpoint(config, CRITIC_MODEL if role == CRITIC else MODEL)
+        engine, key = rules.engine_of(config, role, None if issues else hf_config), f"{role}.ppo_mini_batch_size"
         size, prompts = engine.sp_size, count_of(config, key)
         if engine.get("strategy") not in STRATEGIES:
             continue
         if ranks % size:
             why = f"{size} ranks that share tokens do not divide {ranks} ({nodes} times {per_node})"
-            fitting = max(fitting for fitting in range(1, size) if ranks % fitting == 0)
-            yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={fitting}")
+            yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={rules.smaller_ulysses(engine)}")
         elif role != REF and prompts * responses % (parts := ranks // size):
             why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
             more = next(more for more in range(prompts, prompts + parts + 1) if more * responses % parts == 0)

@@ -20,6 +20,7 @@ from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN,
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, ATTENTION_KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI
+from verl_pg_plugin.config.machine import count_of
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
@@ -71,6 +72,7 @@ def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
         engine.sp_name: OmegaConf.select(config, sp_key),
         "use_prefix_grouper": OmegaConf.select(config, USE_PREFIX_GROUPER),
         OPTIONS: OmegaConf.select(config, OPTIONS),
+        "run_ranks": count_of(config, "trainer.nnodes") * count_of(config, "trainer.n_gpus_per_node"),
     }
     return replace(engine, config=found, model=OmegaConf.select(config, engine.model_section), sp_key=sp_key)
 
@@ -133,17 +135,14 @@ def fused_backend(engine: Engine) -> Iterator[Issue]:
 
 def ulysses(engine: Engine) -> Iterator[Issue]:
     size = engine.sp_size
-    if size == 1 or engine.mode is not Mode.PACKED or engine.hf_config is None:
-        return
-    text = engine.hf_config.get_text_config()
+    if size > 1 and engine.mode is Mode.PACKED and (found := _ulysses_obstacles(engine, size)):
+        yield Issue(f"{engine.sp_key}={size}", "; ".join(found), f"{engine.sp_key}={smaller_ulysses(engine)}")
 
-    def obstacles(ranks: int) -> list[str]:
-        found = [(mixer.name, mixer.ulysses_obstacle(text, ranks)) for mixer in _mixers(engine)]
-        return [f"{name} layers of {text.model_type}: {why}" for name, why in found if why]
 
-    if found := obstacles(size):
-        most = max(ranks for ranks in range(1, size) if ranks == 1 or not obstacles(ranks))
-        yield Issue(f"{engine.sp_key}={size}", "; ".join(found), f"{engine.sp_key}={most}")
+def smaller_ulysses(engine: Engine) -> int:
+    """The largest Ulysses size below the engine's that its heads and, known before Ray alone, the run's ranks allow."""
+    sizes = (size for size in range(2, engine.sp_size) if (engine.get("run_ranks") or 0) % size == 0)
+    return max((size for size in sizes if not _ulysses_obstacles(engine, size)), default=1)
 
 
 def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
@@ -282,6 +281,13 @@ def _mixers(engine: Engine) -> list[Mixer]:
     if engine.hf_config is None:
         return []
     return [MIXERS[name] for name in count_layers(engine.hf_config.get_text_config())]
+
+
+def _ulysses_obstacles(engine: Engine, size: int) -> list[str]:
+    """Why the heads of the model's layers cannot be spread over so many ranks."""
+    text = engine.hf_config and engine.hf_config.get_text_config()
+    found = [(mixer.name, mixer.ulysses_obstacle(text, size)) for mixer in _mixers(engine)]
+    return [f"{name} layers of {text.model_type}: {why}" for name, why in found if why]
 
 
 def _encodes_images(engine: Engine) -> bool:

@@ -60,7 +60,8 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     """
     known = getattr(config, "num_attention_heads", None) and getattr(config, "hidden_size", None)
     widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)} if known else set()
-    return AttentionNeeds(frozenset(widths), softcap=bool(getattr(config, "attn_logit_softcapping", None)))
+    softcap = bool(getattr(config, "attn_logit_softcapping", None))
+    return AttentionNeeds(frozenset(widths), softcap, SLIDING in layer_types(config))
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
