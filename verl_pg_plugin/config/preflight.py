@@ -291,14 +291,15 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
     if not responses * ranks:
         return  # of which ``_counts`` speaks
     for role in rules.roles_of(config):
-        hf_config, issues = read_checkpoint(config, CRITIC_MODEL if role == CRITIC else MODEL)
-        engine, key = rules.engine_of(config, role, None if issues else hf_config), f"{role}.ppo_mini_batch_size"
+        engine, key = rules.engine_of(config, role), f"{role}.ppo_mini_batch_size"
         size, prompts = engine.sp_size, count_of(config, key)
         if engine.get("strategy") not in STRATEGIES:
             continue
         if ranks % size:
             why = f"{size} ranks that share tokens do not divide {ranks} ({nodes} times {per_node})"
-            yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={rules.smaller_ulysses(engine)}")
+            hf_config, issues = read_checkpoint(config, CRITIC_MODEL if role == CRITIC else MODEL)
+            smaller = rules.smaller_ulysses(replace(engine, hf_config=None if issues else hf_config))
+            yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={smaller}")
         elif role != REF and prompts * responses % (parts := ranks // size):
             why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
             more = next(more for more in range(prompts, prompts + parts + 1) if more * responses % parts == 0)

@@ -135,7 +135,7 @@ def fused_backend(engine: Engine) -> Iterator[Issue]:
 
 def ulysses(engine: Engine) -> Iterator[Issue]:
     size = engine.sp_size
-    if size > 1 and engine.mode is Mode.PACKED and (found := _ulysses_obstacles(engine, size)):
+    if size > 1 and (found := _ulysses_obstacles(engine, size)):
         yield Issue(f"{engine.sp_key}={size}", "; ".join(found), f"{engine.sp_key}={smaller_ulysses(engine)}")
 
 
@@ -284,8 +284,10 @@ def _mixers(engine: Engine) -> list[Mixer]:
 
 
 def _ulysses_obstacles(engine: Engine, size: int) -> list[str]:
-    """Why the heads of the model's layers cannot be spread over so many ranks."""
-    text = engine.hf_config and engine.hf_config.get_text_config()
+    """Why packed mode cannot spread the heads of the model's layers over so many ranks."""
+    if engine.mode is not Mode.PACKED or engine.hf_config is None:
+        return []
+    text = engine.hf_config.get_text_config()
     found = [(mixer.name, mixer.ulysses_obstacle(text, size)) for mixer in _mixers(engine)]
     return [f"{name} layers of {text.model_type}: {why}" for name, why in found if why]
 
