@@ -61,6 +61,8 @@ WORKING: dict[str, str] = {
     "++critic.fsdp.infer_micro_batch_size_per_gpu=8",
     "old_log_probs_that_nobody_computes": "algorithm.rollout_correction.bypass_mode=True "
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=0",
+    "a_reference_policy_that_is_the_actor_without_its_adapter": f"{MODEL}.lora_rank=8 {ACTOR}.strategy=fsdp2 "
+    f"{ACTOR}.use_kl_loss=True {REF}.ulysses_sequence_parallel_size=3",
     "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "
     "prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01",
 }
@@ -89,6 +91,11 @@ REFUSED: list[tuple[str, str, str]] = [
     *(
         (f"{key}_micro_batch_size_per_gpu={value}", "number of sequences", "")
         for key, value in ((f"{ACTOR}.ppo", 0), (f"{REF}.log_prob", -1), (f"{ROLLOUT}.log_prob", "four"))
+    ),
+    (
+        f"{ACTOR}.ppo_micro_batch_size=8 {ACTOR}.ppo_micro_batch_size_per_gpu=null",
+        "number of sequences",
+        f"in place of {ACTOR}.ppo_micro_batch_size",
     ),
     *((f"{MODEL}.lora_rank={rank}", "is no rank of at least 0", "") for rank in ("word", -1)),
     (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=8k", "number of tokens", ""),

@@ -17,6 +17,7 @@ from pathlib import Path
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import validate_config
 from verl.workers.config import CriticConfig
 
@@ -265,6 +266,8 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
         value = OmegaConf.select(config, key, default=None if "micro_batch_size" in key else at_least)
         if not (isinstance(value, int | float) and value >= at_least):
             fix = f"{'++' * key.startswith(CRITIC)}{key}=<{what}>"  # verl's files lack some of the critic's
+            if OmegaConf.select(config, old := key.removesuffix("_per_gpu")) is not None and old != key:
+                fix += f" in place of {old}"  # verl refuses both
             yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", fix)
     longest = sum(count_of(config, f"data.max_{part}_length") for part in ("prompt", "response"))
     for role, key, by_tokens in micro_batch_limits(config) if mode_of(config).shares_prefixes else ():
@@ -312,7 +315,7 @@ def _verls_validation(config: DictConfig) -> Iterator[Issue]:
     validate, roles = inspect.unwrap(validate_config), rules.roles_of(config)  # without the hook of verl's entry point
     try:
         with redirect_stdout(io.StringIO()):  # it says that all is well
-            validate(config, REF in roles, CRITIC in roles)
+            validate(config, need_reference_policy(config), CRITIC in roles)
     except Exception as error:  # the run would end with it
         why = f"verl's own validation refuses it: {type(error).__name__}: {' '.join(str(error).split())}"
         yield Issue("", why, "change what it names")

@@ -19,7 +19,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN, fused_obstacle, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, ATTENTION_KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, MODEL, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI
 from verl_pg_plugin.config.machine import count_of
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode
 from verl_pg_plugin.issue import Issue
@@ -82,7 +82,11 @@ def roles_of(config: DictConfig) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # verl's ``need_critic`` has one that is meant for one call
         critic = need_critic(config)
-    return [ACTOR, *([REF] if need_reference_policy(config) else []), *([CRITIC] if critic else [])]
+    ranks = (OmegaConf.select(config, f"{MODEL}.{rank}") for rank in ("lora.rank", "lora_rank"))
+    # With an adapter the reference policy is the actor's engine without it.
+    adapts = any(ranks) or OmegaConf.select(config, f"{MODEL}.lora_adapter_path") is not None
+    ref = need_reference_policy(config) and not adapts
+    return [ACTOR, *([REF] if ref else []), *([CRITIC] if critic else [])]
 
 
 def quantization_aware_training(engine: Engine) -> Iterator[Issue]:
