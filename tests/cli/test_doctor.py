@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+import verl
+from transformers import Ernie4_5_MoeConfig, Qwen3Config
 
 from tests.config import config_support
 from tests.fresh import run_fresh
@@ -76,7 +77,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Composing verl's config anew takes a second each time."""
-    monkeypatch.setattr(overrides, "initialize_config_module", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(overrides, "initialize_config_dir", lambda *args, **kwargs: nullcontext())
     monkeypatch.setattr(overrides, "compose", lambda name, overrides: config_support.compose_config(*overrides))
 
 
@@ -266,7 +267,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed: list[str]) -> None:
+def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_where_a_fix_is_known(packed, tmp_path, monkeypatch) -> None:
     def told(*asked: str) -> Check:
         return line_of(run_lines(compose_config([*packed, f"{ACTOR}.strategy=fsdp", *asked])), "compiled layers")
 
@@ -275,6 +276,22 @@ def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed:
     assert told().status == OK
     line = told("prefix_grouper.compile_layers=False")
     assert line.fix.startswith("++prefix_grouper.compile_layers=True"), "another strategy helps nothing"
+    failed = f"{MODEL}.path={config_support.save_checkpoint(tmp_path, Ernie4_5_MoeConfig(**config_support.TINY))}"
+    left_alone = [failed, f"{ACTOR}.fsdp_config.qat.enable=True", f"model_engine=veomni {ACTOR}.strategy=veomni"]
+    left_alone.append(f"{failed} prefix_grouper.compile_layers=False")
+    assert {told(*asked.split()).status for asked in left_alone} == {OK}
+    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "no compiler")
+    assert (told().status, told().fix) == (WARN, "do what it says")
+    assert {told(*asked.split()).status for asked in left_alone} == {OK}
+
+
+def test_a_config_of_another_entry_point_is_named_as_for_hydra(packed, capsys, monkeypatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "fresh_process", lambda: PROCESS)
+    folder = str(Path(verl.__file__).parent / "experimental/fully_async_policy/config")
+    place = ["--config-path", folder, "--config-name", "fully_async_ppo_trainer"]
+    assert main(["doctor", *place, *packed, "async_training.require_batches=2"]) == 0
+    assert " packed (" in capsys.readouterr().out
 
 
 def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: list[str]) -> None:

@@ -12,7 +12,7 @@ from verl.workers.config.model import MtpConfig
 from verl_pg_plugin.config import Mode, rules
 from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.preflight import sharing_issues
-from verl_pg_plugin.config.rules import RULES, check_engine, engine_of, roles_of
+from verl_pg_plugin.config.rules import RULES, STOCK, check_engine, engine_of, roles_of
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS
 
@@ -30,7 +30,7 @@ KEY_HEADS = f"{MODEL}.override_config.linear_num_key_heads"
 
 REFUSED: list[tuple[Mode, str, str, str, str]] = [
     # mode, overrides, setting (that of the override where it is empty), part of the cause, part of the fix
-    (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "for weights alone", f"{QAT}.mode=w4a16"),
+    (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "for weights alone", f"{QAT}.mode=w4a16, or {STOCK}"),
     (PADDED, f"{QAT}.enable=True", "", "in padded groups", f"{QAT}.enable=False"),
     (PACKED, f"{MODEL}.lora_rank=8 {COMPILED}", "", "each adapter of LoRA a unit", "=False"),
     (PADDED, COMPILED, "", "padded groups", "=False"),

@@ -50,14 +50,17 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)",
     )
+    parser.add_argument("--config-path", "-cp", default="", help="folder of an entry point's own configs, as for Hydra")
+    parser.add_argument("--config-name", "-cn", default="", help="the config there")
     parser.add_argument("--json", action="store_true", help="write the same checks and the verdict as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the report; 1 if something fails, else 0."""
-    if args.full or args.overrides:
-        return show(_full(args.overrides), as_json=args.json)
+    asked = [args.overrides, args.config_path, args.config_name]
+    if args.full or any(asked):
+        return show(_full(asked), as_json=args.json)
     sections = ("Versions", version_lines()), ("verl", installed_lines()), ("Attention kernels", kernel_lines())
     return show(sections, as_json=args.json)
 
@@ -82,7 +85,7 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
     return int(problems > 0)
 
 
-def _full(asked: list[str]) -> Iterator[Section]:
+def _full(asked: list[Any]) -> Iterator[Section]:
     """Everything that can be said; where verl or this package does not load, what needs their modules is left out."""
     process = fresh_process()
     taken, config = [], None
@@ -94,7 +97,7 @@ def _full(asked: list[str]) -> Iterator[Section]:
         from verl_pg_plugin.cli import overrides
 
         taken = overrides.taken_kernel(process["device"])
-        config = overrides.compose_config(asked) if asked else None  # first: a wrong override ends in a single line
+        config = overrides.compose_config(*asked) if any(asked) else None  # first: one line where it is wrong
     yield "Versions", version_lines()
     yield "verl", process_lines(process)
     if "error" not in process:

@@ -1,10 +1,11 @@
 """What the doctor says of a set of overrides: what they select, what an entry point would object to, what is split."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,6 +15,7 @@ from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
+from verl_pg_plugin.config.engage import add_sections
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.machine import count_of, read_checkpoint
 from verl_pg_plugin.config.mode import Engine, Mode, mode_of
@@ -30,11 +32,13 @@ from verl_pg_plugin.planning.forecast import batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 
-def compose_config(overrides: list[str]) -> DictConfig:
-    """The config that an entry point would run with these overrides; verl's own comes to the same as ours."""
+def compose_config(overrides: list[str], folder: str = "", name: str = "") -> DictConfig:
+    """The config that an entry point would run: of verl's, which comes to the same as ours, or of one with a folder."""
+    place = Path(folder or Path(__file__).parents[1] / "config/hydra").absolute()
     try:
-        with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
-            config = compose("pg_ppo_trainer", overrides=[*map(added, overrides)])
+        with initialize_config_dir(str(place), version_base=None):
+            config = compose(name or "pg_ppo_trainer", overrides=[*map(added, overrides)])
+        add_sections(config)
         OmegaConf.resolve(config.copy())
     except (HydraException, OmegaConfBaseException) as error:
         override = getattr(error, "override", None)  # of one that cannot be parsed
@@ -72,15 +76,22 @@ def run_lines(config: DictConfig) -> list[Check]:
 
 
 def _compiled_line(engine: Engine) -> Check:
+    """A warning where a compiler or one setting is all that keeps ``auto`` from compiling the layers."""
     if engine.hf_config is None:
-        asked = engine.option("compile_layers")
-        return Check(OK, "compiled layers", f"{COMPILE_LAYERS}={asked}: known with a local checkpoint")
+        known = f"{COMPILE_LAYERS}={engine.option('compile_layers')}: known with a local checkpoint"
+        return Check(OK, "compiled layers", known)
     on, reason = layer_compilation(engine)
-    if on or engine.device != "cuda":
+    auto = {OPTIONS: {**engine.config[OPTIONS], "compile_layers": "auto"}}
+    fsdp2 = {} if engine.on_veomni else {"strategy": "fsdp2"}  # VeOmni's models are others
+    by_auto, by_fsdp2 = (replace(engine, config={**engine.config, **change}) for change in (auto, fsdp2))
+    ways = {
+        "do what it says": layer_compilation(engine, any_machine=True),
+        f"{COMPILE_LAYERS}=True": layer_compilation(by_auto),
+        f"{ACTOR}.strategy=fsdp2": layer_compilation(by_fsdp2),
+    }
+    fix = next((fix for fix, (compiles, _) in ways.items() if compiles), "")
+    if on or not fix:
         return Check(OK, "compiled layers", f"{'yes' if on else 'no'} ({reason})")
-    compiles, _ = layer_compilation(replace(engine, config={**engine.config, "strategy": "fsdp2"}))
-    compiles = compiles and not engine.on_veomni  # whose models are others
-    fix = f"{ACTOR}.strategy=fsdp2" if compiles else f"{COMPILE_LAYERS}=True, where the reason allows it"
     return Check(WARN, "compiled layers", f"no, an update may take 1.2x to 1.5x as long ({reason})", fix)
 
 

@@ -12,7 +12,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, REF, USE_PREFIX_GROUPER, VEOMNI
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, REF, STRATEGIES, USE_PREFIX_GROUPER, VEOMNI
 from verl_pg_plugin.config.preflight import check, sharing_issues
 from verl_pg_plugin.issue import ConfigError
 
@@ -26,12 +26,7 @@ def engage(config: DictConfig, *, from_ours: bool = False) -> None:
     It is composed from verl's ``ppo_trainer``. What the user has set in a section of ours stays, for the rules to look
     at, which may raise ConfigError. Our entry point has stock runs looked at too, and verl's validation asked.
     """
-    if _asks(config):
-        strategy = config.actor_rollout_ref.actor.strategy
-        if strategy in FSDP_STRATEGIES and OmegaConf.select(config, f"{ACTOR}.fsdp_config._target_") is not None:
-            _add_sections(config, "dp.yaml")
-        elif strategy == VEOMNI and OmegaConf.select(config, f"{ACTOR}.{VEOMNI}") is not None:
-            _add_sections(config, "veomni.yaml")
+    add_sections(config)
     if from_ours or _asks(config):
         check(config, asks_verl=from_ours)
 
@@ -56,10 +51,15 @@ def _asks(config: DictConfig) -> bool:
     return OmegaConf.select(config, USE_PREFIX_GROUPER) not in (None, False)
 
 
-def _add_sections(config: DictConfig, name: str) -> None:
-    """What our entry point composes, below what the user has set."""
+def add_sections(config: DictConfig) -> None:
+    """What our entry point composes, below what the user has set, where the flag is set and an engine of ours runs."""
+    strategy = OmegaConf.select(config, f"{ACTOR}.strategy")
+    group, key = (VEOMNI, VEOMNI) if strategy == VEOMNI else ("dp", "fsdp_config._target_")
+    known = strategy in STRATEGIES and OmegaConf.select(config, f"{ACTOR}.{key}") is not None
+    if not (known and _asks(config)):
+        return
     folder = files("verl_pg_plugin.config.hydra") / "prefix_grouper"
-    options, engines = OmegaConf.load(str(folder / "options.yaml")), OmegaConf.load(str(folder / name))
+    options, engines = OmegaConf.load(str(folder / "options.yaml")), OmegaConf.load(str(folder / f"{group}.yaml"))
     del engines["defaults"]  # type: ignore[arg-type]  # the options, as Hydra is told
     users = copy.deepcopy(config)
     with open_dict(users):

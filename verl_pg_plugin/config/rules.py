@@ -99,7 +99,7 @@ def quantization_aware_training(engine: Engine) -> Iterator[Issue]:
         yield Issue(f"{key}.enable=True", why, f"{key}.enable=False")
     elif mode not in (None, QAT_MODE):
         why = f"quantization-aware training is verified with shared prefixes for weights alone, {QAT_MODE}"
-        yield Issue(f"{key}.mode={mode}", why, f"{key}.mode={QAT_MODE}")
+        yield Issue(f"{key}.mode={mode}", why, f"{key}.mode={QAT_MODE}, or {STOCK}")
 
 
 def compiled_layers(engine: Engine) -> Iterator[Issue]:
