@@ -235,6 +235,7 @@ def problems() -> str:
     """What a run with four mistakes writes before it starts anything, as SVG."""
     overrides = [
         "actor_rollout_ref.actor.use_prefix_grouper=True",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "++prefix_grouper.verify=sometimes",
         "actor_rollout_ref.model.lora_rank=-1",
         "actor_rollout_ref.rollout.n=4",
