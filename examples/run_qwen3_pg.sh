@@ -146,6 +146,7 @@ else
     fi
 fi
 
+case $MAX_TOKEN_LEN in *[!0-9]*) fail "MAX_TOKEN_LEN=$MAX_TOKEN_LEN is not a number of tokens" ;; esac
 REF_TIMES=$([ "$USE_PREFIX_GROUPER" = True ] && echo 4 || echo 1)
 REF_MAX_TOKEN_LEN=${REF_MAX_TOKEN_LEN:-$((REF_TIMES * MAX_TOKEN_LEN))}
 

@@ -133,6 +133,7 @@ def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same
         (f"{ACTOR}.strategy=[", "strategy=["),
         (f"{ACTOR}.clip_ratio=${{no.such.key}}", "no.such.key"),
         ("model_engine=no_such_engine", "no_such_engine"),
+        ("prefix_grouper=null", "Config group override must be a string"),
         (f"{ACTOR}.no_such_key=1", f"Could not override '{ACTOR}.no_such_key'"),
     ],
 )

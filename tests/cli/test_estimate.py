@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from tests.config.config_support import save_tokenizer
+from tests.config.config_support import save_checkpoint, save_tokenizer
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.cli import estimate as command
@@ -73,6 +73,9 @@ def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(estim
     # "a a a" begins all prompts and "b" two; a row is shared where the next token is equal as well.
     assert found["physical_tokens"] == (2 + 1 + 1 + 1 + 1) + 6 * 4
     assert "has no column messages: --prompt-key <" in estimate(f"{data} --prompt-key messages")[0]
+    refusing = save_checkpoint(tmp_path)
+    save_tokenizer(refusing, preamble="{{ raise_exception('no user') }}")
+    assert "the model's chat template refuses a prompt: no user" in estimate(data, refusing)[0]
 
 
 def test_rollouts_of_verl_are_read_by_their_prompts(estimate: Estimate, tmp_path: Path) -> None:
@@ -98,7 +101,8 @@ def test_rollouts_of_verl_are_read_by_their_prompts(estimate: Estimate, tmp_path
         ("--prompt 64 --response 8 --budget 16", "", "--budget 16 does not hold the longest sequence of 72 tokens"),
         ("--data no_such.parquet --response 8", "", "--data no_such.parquet: no such file"),
         ("--data {folder}/3.jsonl --response 8", "{}", "3.jsonl: not a parquet file: "),
-        ("--rollouts no_such_folder", "", "has no .jsonl file; train with trainer.rollout_data_dir=<folder>"),
+        ("--rollouts no_such_folder", "", "--rollouts no_such_folder: no such folder"),
+        ("--rollouts {folder}/..", "", "has no .jsonl file; train with trainer.rollout_data_dir=<folder>"),
         ("--rollouts {folder}", "", "3.jsonl is empty"),
         ("--rollouts {folder}", "[]\n", "3.jsonl, line 1, has no"),
         ("--rollouts {folder}", '{"uid": "x', "3.jsonl, line 1, has no"),

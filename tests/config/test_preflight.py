@@ -100,6 +100,7 @@ REFUSED: list[tuple[str, str, str]] = [
     *((f"{MODEL}.lora_rank={rank}", "is no rank of at least 0", "") for rank in ("word", -1)),
     (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=8k", "number of tokens", ""),
     *((f"{ROLLOUT}.name={name}", "names no rollout engine", "=vllm") for name in ("null", "None")),
+    (f"{ROLLOUT}.name=hf {MODEL}.lora_rank=8", "has no slots for adapters", f"{MODEL}.lora.merge=True"),
     # Three would divide six, and heads cannot be spread over three.
     (f"trainer.n_gpus_per_node=6 ray_kwargs.ray_init.num_gpus=6 {SP}=4", "tokens do not divide 6", f"{SP}=2"),
     (f"{SP}=3", "cannot be spread", f"{SP}=1"),  # said once: the reference policy's own follows it in verl's config
@@ -181,6 +182,8 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {short} {by_cut}"))
     assert f"; {ACTOR}.loss_scale_factor=77" in caplog.text
     assert "holds 64 tokens, and a sequence of more, of up to" in caplog.text
+    check(config_of(f"{MODEL}.enable_gradient_checkpointing=False prefix_grouper.activations=inputs_on_host"))
+    assert "++prefix_grouper.activations=inputs_on_host: without gradient checkpointing" in caplog.text
     check(config_of(f"{CRITIC} data.max_prompt_length=40000"))  # in V1: a key that verl's files lack
     assert "; ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
     assert "attention over shared prefixes runs in its place" in caplog.text

@@ -28,6 +28,7 @@ def run_script(tmp_path: Path, **environment: str) -> subprocess.CompletedProces
         ({"TRAIN_FILES": "/some/where"}, "error: MODEL_PATH is not set"),
         ({"VAL_FILES": "/some/where"}, "error: MODEL_PATH is not set"),
         ({**DATA, "TRAIN_FILES": "/none/train.parquet"}, "/none/train.parquet does not exist"),
+        ({**DATA, "MAX_TOKEN_LEN": "8k"}, "error: MAX_TOKEN_LEN=8k is not a number of tokens"),
         ({**DATA, "DEVICE": "tpu"}, "error: DEVICE=tpu is neither cpu nor gpu"),
     ],
 )

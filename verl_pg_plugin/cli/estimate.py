@@ -194,6 +194,7 @@ def read_batch(args: argparse.Namespace) -> tuple[Sequences, str]:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
     from verl_pg_plugin.planning.forecast import batch_of_lengths, batch_of_prompts
@@ -223,7 +224,10 @@ def read_batch(args: argparse.Namespace) -> tuple[Sequences, str]:
         if not all(isinstance(chat, list) for chat in chats):
             why = f"the column {args.prompt_key} holds no lists of messages with role and content, as verl reads them"
             raise CommandError(f"--data {args.data}: {why}; name another with --prompt-key")
-        texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+        try:
+            texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+        except TemplateError as error:
+            raise CommandError(f"--data {args.data}: the model's chat template refuses a prompt: {error}") from error
         prompts = [ids(text) for text in texts]
         batch = batch_of_prompts(prompts, [[args.response] * args.n] * len(prompts))
         counts = [len(prompt) for prompt in prompts]
@@ -242,6 +246,8 @@ def _groups(folder: Path) -> tuple[Path, list[list[dict[str, Any]]]]:
 
     Sequences of a prompt share their ``uid`` but for ``_session_output``; V0's dump has none.
     """
+    if not folder.is_dir():
+        raise CommandError(f"--rollouts {folder}: no such folder")
     file = max(folder.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem), default=None)
     if file is None:
         raise CommandError(f"--rollouts {folder} has no .jsonl file; train with trainer.rollout_data_dir=<folder>")

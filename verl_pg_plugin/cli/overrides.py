@@ -40,7 +40,7 @@ def compose_config(overrides: list[str], folder: str = "", name: str = "") -> Di
             config = compose(name or "pg_ppo_trainer", overrides=[*map(added, overrides)])
         add_sections(config)
         OmegaConf.resolve(config.copy())
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # the last: Hydra's of prefix_grouper=null
         override = getattr(error, "override", None)  # of one that cannot be parsed
         message = " ".join(str(error).split())
         raise CommandError(f"cannot parse the override {override}: {message}" if override else message) from error

@@ -280,6 +280,9 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
             yield Issue(f"{key}={limit}", why, fix, is_warning=True)
     if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
         yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", f"{ROLLOUT}.name=vllm, sglang, or hf on a CPU")
+    rank, merge = f"{MODEL}.lora_rank", f"{MODEL}.lora.merge"
+    if name == "hf" and count_of(config, rank) and not OmegaConf.select(config, merge):
+        yield Issue(f"{rank}={count_of(config, rank)}", "the rollout 'hf' has no slots for adapters", f"{merge}=True")
     top_k = OmegaConf.select(config, loss := "distillation.distillation_loss.loss_mode") == "forward_kl_topk"
     for teacher in teachers_of(config) if top_k else ():
         if OmegaConf.select(config, engine := f"{teacher}.inference.name") == "hf":
