@@ -6,17 +6,14 @@ import importlib
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import learning_curves
 import psutil
 import pytest
 from bench_attention import main as bench_attention
-from benchmarks.actor_cases import Work, batch_of_phase, parse_case, samples_of_ranks
+from benchmarks.actor_cases import Work, parse_case
 from benchmarks.actor_engines import EnginePath
-from benchmarks.batches import Sample, make_batch
 from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
 from benchmarks.step_runs import ScriptRun, run_to_end
 
@@ -27,7 +24,7 @@ from verl_pg_plugin.planning.cost import ModelFlops
 FLOPS = ModelFlops(per_token=1000.0, per_label=100.0, pairs=(PairCost(1.0),))
 
 
-@pytest.mark.parametrize("script", ["bench_actor", "bench_longest_prompt", "bench_packing"])
+@pytest.mark.parametrize("script", ["bench_actor", "bench_longest_prompt", "bench_packing", "learning_curves"])
 def test_a_script_that_no_test_runs_finds_what_it_imports(script: str) -> None:
     importlib.import_module(script)
 
@@ -49,24 +46,6 @@ def test_a_case_shares_what_it_says(text: str, expected: tuple[int, int, int]) -
     found = Work.of([rows.samples], FLOPS, checkpointing=True)
     assert (len(rows.group), found.logical_tokens, found.physical_tokens) == expected
     assert str(parse_case(text)) == text
-
-
-def test_ranks_get_whole_sessions_and_as_many_rows_each() -> None:
-    rows = parse_case("agent:20,2,8,3,2,2").rows(vocab_size=1 << 30, world_size=2)
-    parts = samples_of_ranks(rows, False, FLOPS, 2)
-    assert [len(part) for part in parts] == [12, 12]
-    assert not set(rows.group[parts[0]]) & set(rows.group[parts[1]])
-    assert [len(set(rows.session[part])) for part in parts] == [4, 4]
-
-
-def test_distillation_has_a_possible_teacher_and_sft_learns_the_responses() -> None:
-    batch = make_batch([Sample([1, 2, 3], [4, 5]), Sample([1, 2, 3], [6])])
-    taught = batch_of_phase(batch, "distill", 4, vocab_size=9)
-    assert all(len(set(ids)) == 4 for ids in taught["teacher_ids"].values().tolist())
-    assert taught["teacher_logprobs"].values().exp().sum(-1).max() < 1
-    supervised = batch_of_phase(batch, "sft", 4, vocab_size=9)
-    assert supervised["loss_mask"].values().tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1]
-    assert not {"prompts", "responses", "teacher_ids"} & set(supervised.keys())
 
 
 def test_a_path_is_read_as_it_is_written_and_names_its_strategy() -> None:
@@ -134,16 +113,6 @@ def test_metrics_of_a_killed_run_are_read_up_to_the_line_it_was_writing(tmp_path
     path.write_text("\n".join([json.dumps({"step": 0, "data": {"val-core/x": 1.0}}), *lines, lines[0][:20]]))
     assert [data["timing_s/step"] for data in read_steps(path)] == [1.0, 2.0]
     assert read_steps(tmp_path / "none.jsonl") == []
-
-
-def test_modes_whose_learning_is_compared_get_one_seed_one_optimizer_step_and_the_same_budget(tmp_path: Path) -> None:
-    args = Namespace(output_dir=tmp_path, lr=3e-4, steps=60, overrides=["a.b=1"])
-    run = learning_curves.run_of("packed", 7, args, "gpu")
-    ours, theirs = run.environment, learning_curves.run_of("rmpad", 7, args, "gpu").environment
-    own = {"WORK_DIR", "VERL_FILE_LOGGER_PATH", "USE_PREFIX_GROUPER"}
-    assert {key for key in ours if ours[key] != theirs[key]} <= own
-    assert ours["TRAIN_BATCH_SIZE"] == ours["PPO_MINI_BATCH_SIZE"]
-    assert {"data.seed=7", "actor_rollout_ref.rollout.seed=7", "a.b=1"} <= set(run.command)
 
 
 def command_run(folder: Path, *command: str) -> ScriptRun:

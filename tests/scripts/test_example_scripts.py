@@ -5,12 +5,10 @@ import json
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import datasets
 import pytest
 from data.arithmetic_reward import compute_score
-from data.whole_directory import whole_directory
 from make_tiny_checkpoint import TOOL_CALL_MARKS, answer_by_tool, character_tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
 
@@ -51,17 +49,6 @@ def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_spec
     assert [(one.name, json.loads(one.arguments)) for one in calls] == [("add", {"a": 3, "b": 4})]
     assert "tool_call" not in content
     assert len(ids) < 60, "marks are one token each"
-
-
-def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
-    def fail_half_way() -> None:
-        with whole_directory(tmp_path / "new") as scratch:
-            (scratch / "half").write_text("")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_half_way()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

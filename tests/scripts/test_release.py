@@ -12,7 +12,7 @@ import verl_pg_plugin
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "upkeep"))
-from prepare_release import absolute_links, issues, section, version_of, with_addresses  # noqa: E402
+from prepare_release import absolute_links, issues, version_of, with_addresses  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -28,12 +28,6 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 )
 def test_a_tag_that_does_not_fit_version_and_changelog_is_refused(tag: str, changelog: str, said: int) -> None:
     assert len(issues(tag, "1.2.0", changelog)) == said
-
-
-def test_notes_of_a_release_are_its_section_of_the_changelog() -> None:
-    changelog = "# Changelog\n\n## 1.2.0 (2026-01-31)\n\n### Added\n\n- a\n\n## 1.1.0 (2025-01-31)\n\n- b\n"
-    assert section("1.2.0", changelog) == "### Added\n\n- a"
-    assert section("1.1.0", changelog) == "- b"
 
 
 def test_links_and_metadata_lead_to_the_repository_of_the_release_and_there_is_one_version() -> None:
