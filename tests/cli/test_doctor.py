@@ -293,6 +293,11 @@ def test_a_config_of_another_entry_point_is_named_as_for_hydra(packed, capsys, m
     place = ["--config-path", folder, "--config-name", "fully_async_ppo_trainer"]
     assert main(["doctor", *place, *packed, "async_training.require_batches=2"]) == 0
     assert " packed (" in capsys.readouterr().out
+    assert main(["doctor", *place[:2]]) == 2
+    assert "--config-path and --config-name go together" in capsys.readouterr().err
+    of_sft = [place[0], str(Path(verl.__file__).parent / "trainer/config"), place[2], "sft_trainer_engine"]
+    assert main(["doctor", *of_sft]) == 2
+    assert "sft_trainer_engine is no config of a PPO trainer" in capsys.readouterr().err
 
 
 def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: list[str]) -> None:

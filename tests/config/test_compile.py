@@ -93,7 +93,7 @@ def test_machine_whose_torch_asks_nothing_of_flat_parameters_compiles_none_of_th
     monkeypatch.setattr(upstream, "WHOLE", "_no_such_flag")
     assert "does not ask _no_such_flag of the layers of FSDP1" in compiler_obstacle("cpu", flat_parameters=True)
     if asked == "auto":
-        compiles, why = layer_compilation(engine(config=fsdp1.config))
+        compiles, why = layer_compilation(fsdp1)
         assert not compiles
         assert "++prefix_grouper.compile_layers=auto: this torch does not ask" in why
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_pg_plugin import compat, register
 from verl_pg_plugin.attention.kernels import KERNELS, gpus
-from verl_pg_plugin.cli import FAIL, OK, WARN, Check, Section, in_columns
+from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, Section, in_columns
 
 NAME = "verl_pg_plugin"
 POLICY, MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)",
     )
-    parser.add_argument("--config-path", "-cp", default="", help="folder of an entry point's own configs, as for Hydra")
+    parser.add_argument("--config-path", "-cp", default="", help="folder of another entry point's configs")
     parser.add_argument("--config-name", "-cn", default="", help="the config there")
     parser.add_argument("--json", action="store_true", help="write the same checks and the verdict as JSON")
     parser.set_defaults(run=run)
@@ -58,6 +58,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the report; 1 if something fails, else 0."""
+    if bool(args.config_path) != bool(args.config_name):
+        raise CommandError("--config-path and --config-name go together")
     asked = [args.overrides, args.config_path, args.config_name]
     if args.full or any(asked):
         return show(_full(asked), as_json=args.json)

@@ -44,6 +44,8 @@ def compose_config(overrides: list[str], folder: str = "", name: str = "") -> Di
         override = getattr(error, "override", None)  # of one that cannot be parsed
         message = " ".join(str(error).split())
         raise CommandError(f"cannot parse the override {override}: {message}" if override else message) from error
+    if not {"actor_rollout_ref", "critic"} <= config.keys():
+        raise CommandError(f"{name} is no config of a PPO trainer: it has no actor_rollout_ref or no critic")
     auto_set_device(config)
     return config
 
@@ -85,9 +87,9 @@ def _compiled_line(engine: Engine) -> Check:
     fsdp2 = {} if engine.on_veomni else {"strategy": "fsdp2"}  # VeOmni's models are others
     by_auto, by_fsdp2 = (replace(engine, config={**engine.config, **change}) for change in (auto, fsdp2))
     ways = {
-        "do what it says": layer_compilation(engine, any_machine=True),
-        f"{COMPILE_LAYERS}=True": layer_compilation(by_auto),
         f"{ACTOR}.strategy=fsdp2": layer_compilation(by_fsdp2),
+        f"{COMPILE_LAYERS}=True": layer_compilation(by_auto),
+        "do what it says": layer_compilation(engine, any_machine=True),
     }
     fix = next((fix for fix, (compiles, _) in ways.items() if compiles), "")
     if on or not fix:

@@ -22,7 +22,7 @@ def layer_compilation(engine: Engine, *, any_machine: bool = False) -> tuple[boo
         unsure = asked is True and engine.device == "cuda" and model_type in UNCOMPILED
         return asked is True, why + (f"; layers of {model_type} {UNCOMPILED[model_type]}" if unsure else "")
     flat = has_flat_parameters(engine)
-    if why := layers_obstacle(engine):
+    if why := layers_obstacle(engine) or ("" if any_machine else compiler_obstacle(engine.device, flat)):
         return False, f"{COMPILE_LAYERS}=auto: {why}"
     own_class = "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {})
     wraps = flat and any((engine.get("wrap_policy") or {}).values())
@@ -36,10 +36,7 @@ def layer_compilation(engine: Engine, *, any_machine: bool = False) -> tuple[boo
         (own_class and engine.of_model("trust_remote_code"), "the checkpoint may bring a model class of its own"),
     )
     unsafe = next((why for is_so, why in reasons if is_so), "")
-    on, reason = compiled_by_auto(engine.hf_config.model_type, engine.device, unsafe)
-    if on and not any_machine and (why := compiler_obstacle(engine.device, flat)):
-        return False, f"{COMPILE_LAYERS}=auto: {why}"
-    return on, reason
+    return compiled_by_auto(engine.hf_config.model_type, engine.device, unsafe)
 
 
 def compiled_by_auto(model_type: str, device: str, unsafe: str = "") -> tuple[bool, str]:

@@ -4,7 +4,6 @@ Each is cheap to look at, and certain. Neither the hub nor code of a checkpoint'
 machine, the workers find out.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -26,7 +25,6 @@ from verl_pg_plugin.architectures import OVERRIDE, architecture_issues
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, ROLLOUT, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.issue import Issue
-from verl_pg_plugin.modalities import modality_obstacles
 
 GPUS_PER_NODE, RAY_GPUS = "trainer.n_gpus_per_node", "ray_kwargs.ray_init.num_gpus"
 PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
@@ -161,10 +159,8 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         fix = f"{key}=<folder written by save_pretrained>"
         return None, [Issue(setting, "the folder has no config.json", fix)]
     trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))
-    another = f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
-    hf_config, written, own = None, PretrainedConfig(), f"{section}.override_config"
+    hf_config, own = None, f"{section}.override_config"
     try:
-        vars(written).update(json.loads(Path(folder, "config.json").read_bytes()))  # read by no class
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         entry = OmegaConf.select(config, own)  # applied as verl's HFModelConfig applies it
         overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
@@ -172,12 +168,9 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
             own, overrides = f"{own}.model_config", overrides["model_config"]
         update_model_config(hf_config, override_config_kwargs=overrides)
     except Exception as error:  # whatever a class of configs raises, of overrides that do not fit it too
-        brings_code, obstacles = hasattr(written, "auto_map"), modality_obstacles(written)
-        may_run = trusted and brings_code and not obstacles
-        if not shares or may_run or OmegaConf.select(config, f"{section}.external_lib"):
+        brings_code = "auto_map" in Path(folder, "config.json").read_text(errors="replace")
+        if not shares or (trusted and brings_code) or OmegaConf.select(config, f"{section}.external_lib"):
             return None, []  # code of the user's own may read it, in the workers
-        if obstacles:
-            return None, [Issue(setting, obstacles[0], another)]
         if hf_config is not None:
             why = f"does not fit the checkpoint's config: {' '.join(str(error).split())}"
             return None, [Issue(f"{own}={overrides}", why, f"correct it, or write it into {folder}/config.json")]
@@ -193,6 +186,6 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         return hf_config, [Issue(setting, why, fix)]
     issues = []
     for issue in architecture_issues(hf_config, trusted, value_model=section == CRITIC_MODEL):
-        fix = issue.fix.replace(OVERRIDE, own) or another
+        fix = issue.fix.replace(OVERRIDE, own) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
         issues.append(Issue(issue.setting.replace(OVERRIDE, own) or setting, issue.why, fix))
     return hf_config, issues

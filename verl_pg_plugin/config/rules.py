@@ -27,6 +27,7 @@ from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.mixers.mixer import Mixer
 from verl_pg_plugin.modalities import modality_of
+from verl_pg_plugin.planning.activation_level import Level
 
 STOCK = f"{USE_PREFIX_GROUPER}=False (stock verl)"
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
@@ -159,7 +160,7 @@ def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
         why = "without gradient checkpointing layers keep everything on the device, and nothing is offloaded"
         if engine.of_model("enable_activation_offload"):  # levels of ours stand in for it
             yield Issue(f"{offload}=True", why, f"{key}=True, or {offload}=False", is_warning=True)
-        elif asked not in ("auto", "all"):
+        elif asked in {level.value for level in Level} - {"all"}:
             yield Issue(f"{level}={asked}", why, f"{key}=True, or {level}=all", is_warning=True)
     elif known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
         yield Issue(f"{key}=True", f"transformers has no gradient checkpointing for {kind}", f"{key}=False")
