@@ -286,7 +286,7 @@ def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_where_a_fix_is_known
     assert {told(*asked.split()).status for asked in left_alone} == {OK}
 
 
-def test_a_config_of_another_entry_point_is_named_as_for_hydra(packed, capsys, monkeypatch) -> None:
+def test_a_config_of_another_entry_point_can_be_named_if_a_ppo_trainer_reads_it(packed, capsys, monkeypatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(doctor, "fresh_process", lambda: PROCESS)
     folder = str(Path(verl.__file__).parent / "experimental/fully_async_policy/config")

@@ -60,9 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """Show the report; 1 if something fails, else 0."""
     if bool(args.config_path) != bool(args.config_name):
         raise CommandError("--config-path and --config-name go together")
-    asked = [args.overrides, args.config_path, args.config_name]
-    if args.full or any(asked):
-        return show(_full(asked), as_json=args.json)
+    if args.full or args.overrides or args.config_name:
+        return show(_full(args.overrides, args.config_path, args.config_name), as_json=args.json)
     sections = ("Versions", version_lines()), ("verl", installed_lines()), ("Attention kernels", kernel_lines())
     return show(sections, as_json=args.json)
 
@@ -87,7 +86,7 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
     return int(problems > 0)
 
 
-def _full(asked: list[Any]) -> Iterator[Section]:
+def _full(asked: list[str], folder: str, name: str) -> Iterator[Section]:
     """Everything that can be said; where verl or this package does not load, what needs their modules is left out."""
     process = fresh_process()
     taken, config = [], None
@@ -99,7 +98,8 @@ def _full(asked: list[Any]) -> Iterator[Section]:
         from verl_pg_plugin.cli import overrides
 
         taken = overrides.taken_kernel(process["device"])
-        config = overrides.compose_config(*asked) if any(asked) else None  # first: one line where it is wrong
+        if asked or name:
+            config = overrides.compose_config(asked, folder, name)  # first: one line where it is wrong
     yield "Versions", version_lines()
     yield "verl", process_lines(process)
     if "error" not in process:

@@ -156,12 +156,12 @@ def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
     known = type(engine.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING  # of a class of the checkpoint's own verl finds out
     casts = engine.get("strategy") == "fsdp2" and not PrecisionType.is_fp32(engine.get("mixed_precision.param_dtype"))
     if not engine.of_model("enable_gradient_checkpointing"):
-        level, asked = f"++{OPTIONS}.activations", engine.option("activations")
+        activations, asked = f"++{OPTIONS}.activations", engine.option("activations")
         why = "without gradient checkpointing layers keep everything on the device, and nothing is offloaded"
         if engine.of_model("enable_activation_offload"):  # levels of ours stand in for it
             yield Issue(f"{offload}=True", why, f"{key}=True, or {offload}=False", is_warning=True)
         elif asked in {level.value for level in Level} - {"all"}:
-            yield Issue(f"{level}={asked}", why, f"{key}=True, or {level}=all", is_warning=True)
+            yield Issue(f"{activations}={asked}", why, f"{key}=True, or {activations}=all", is_warning=True)
     elif known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
         yield Issue(f"{key}=True", f"transformers has no gradient checkpointing for {kind}", f"{key}=False")
     elif engine.role != REF and casts and kind in FLOAT32_ANGLE_TYPES and not FSDP2_CASTS_AGAIN:
