@@ -16,7 +16,6 @@ from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning import balance
 from verl_pg_plugin.planning.balance import Balance, balance_groups, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.order import align
 
 # Half the layers of a 7B model with a window, half without; the head.
 FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(2.6e5), PairCost(2.6e5, window=4096)))
@@ -230,53 +229,3 @@ def test_an_edited_context_shares_what_the_sessions_share() -> None:
     estimated = rollouts.estimated()
     assert estimated.num_new.sum() == rollouts.real().num_new.sum()
     assert estimated.num_shared.tolist() == [0, 319, 299, 419]
-
-
-def chain(*costs: float) -> np.ndarray:
-    return np.array([[cost, 0.0] for cost in costs])
-
-
-def time_of(ranks: list, orders: list) -> float:
-    lines = [np.concatenate([chains[i] for i in order]) for chains, order in zip(ranks, orders, strict=True)]
-    return float(np.stack(lines).max(axis=0).sum())
-
-
-def by_mean(ranks: list) -> list:
-    return [sorted(range(len(chains)), key=lambda i, chains=chains: -chains[i].sum(1).mean()) for chains in ranks]
-
-
-def test_chains_of_unequal_parts_meet_where_they_are_dear() -> None:
-    """By their means alone, the dear part of one chain meets the cheap part of the other."""
-    ranks = [[chain(10, 2), chain(5)], [chain(8), chain(9, 1)]]
-    assert time_of(ranks, by_mean(ranks)) == 10 + 9 + 5
-    assert time_of(ranks, align(ranks)) == 10 + 2 + 8
-
-
-def test_a_phase_ends_before_the_next_begins() -> None:
-    """Exports are waited for as well: two at once take no longer than one."""
-    exporting, plain = np.array([[5.0, 0.0], [5.0, 4.0]]), chain(5)
-    ranks = [[exporting, plain, plain], [plain, exporting, plain]]
-    assert time_of(ranks, [[0, 1, 2], [0, 1, 2]]) == 20 + 8
-    assert time_of(ranks, align(ranks)) == 20 + 4
-
-
-@given(
-    st.lists(
-        st.lists(st.lists(st.integers(0, 20), min_size=2, max_size=2), min_size=6, max_size=6), min_size=1, max_size=4
-    ),
-    st.lists(st.sets(st.integers(1, 5)), min_size=4, max_size=4),
-)
-def test_chains_stay_whole_and_nobody_waits_longer_than_by_cost_alone(parts: list, cuts: list) -> None:
-    ranks = [np.split(np.array(rank, dtype=float), sorted(cut)) for rank, cut in zip(parts, cuts, strict=False)]
-    orders = align(ranks)
-    assert [sorted(order) for order in orders] == [list(range(len(chains))) for chains in ranks]
-    assert time_of(ranks, orders) <= time_of(ranks, by_mean(ranks)) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("num_ranks", "num_chains"), [(1024, 10), (8, 200)])
-def test_the_time_does_not_grow_with_ranks_and_chains(num_ranks: int, num_chains: int) -> None:
-    rng = np.random.default_rng(0)
-    ranks = [[chain(*rng.random(3)) for _ in range(num_chains)] for _ in range(num_ranks)]
-    start = time.process_time()
-    align(ranks)
-    assert time.process_time() - start < 2

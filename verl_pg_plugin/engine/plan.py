@@ -1,7 +1,7 @@
 """Plan a mini-batch: read it, cut it into micro-batches, lay them out, and agree with the other ranks.
 
 Tokens limit a micro-batch, since they fill memory. FLOPs say when it runs: ranks wait for each other in every layer, so
-each runs its micro-batches in an order in which expensive ones meet (``planning.order``).
+each runs its most expensive ones first.
 """
 
 import math
@@ -21,7 +21,6 @@ from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.loss_tokens import cut_for_loss
 from verl_pg_plugin.planning.memory import cache_weights
 from verl_pg_plugin.planning.micro_batches import MicroBatch, lay_out, tokens_of_stock
-from verl_pg_plugin.planning.order import FloatArray, align
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ _LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]
 class _RankSummary(NamedTuple):
     """What a rank tells the others; n are the micro-batches of a group."""
 
-    costs: list[FloatArray]  # (n, 2) of the micro-batches as they run, and of the prefills in front of them
-    flags: list[np.ndarray]  # (n, 3) of the same: whether there is a prefill, tokens are shared, ancestors are read
+    costs: list[float]  # of a group's micro-batches with their prefills, their mean
+    flags: list[np.ndarray]  # (n, 3) as they run: whether there is a prefill, tokens are shared, ancestors are read
     needs_encoder: bool
     free: float  # bytes of its device for activations
     loss_mask_tokens: float
@@ -107,7 +106,7 @@ def plan_mini_batch(
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
         counts = data["loss_mask"].sum().item(), int(loss_tokens.sum())
         ranks.append(_summary(draft, flops, sequences, levels, counts))
-    numbers = [sum(map(len, rank.costs)) for rank in ranks]
+    numbers = [sum(map(len, rank.flags)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
@@ -130,7 +129,7 @@ def _as_they_run(
     draft: list[_LaidOut], ranks: list[_RankSummary], own: int, sequences: Sequences, levels: Levels, forward_only: bool
 ) -> list[PlannedMicroBatch]:
     """This rank's micro-batches in the order in which they run, with what any rank has beside each."""
-    orders = align([rank.costs for rank in ranks])
+    orders = [np.argsort(np.negative(rank.costs), kind="stable").tolist() for rank in ranks]
     flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(ranks, orders, strict=True)]
     running = [pair for i in orders[own] for pair in draft[i]]
     planned: list[PlannedMicroBatch] = []
@@ -163,9 +162,9 @@ def _summary(
     for group in draft:
         layouts = [layout for _, layout in group]
         # Where something is prefilled there is a backward, and a prefill has none.
-        prefills = [0.0 if layout.prefill is None else flops.forward([layout.prefill]) for layout in layouts]
-        updates = [FORWARDS_OF_AN_UPDATE * flops.forward([layout]) for layout in layouts]
-        costs.append(np.array([updates, prefills]).T)
+        prefills = [layout.prefill for layout in layouts if layout.prefill is not None]
+        flop = FORWARDS_OF_AN_UPDATE * flops.forward(layouts) + flops.forward(prefills)
+        costs.append(flop / len(group))
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
     free = levels.room.device if levels.room else math.inf
     return _RankSummary(costs, flags, any(sequences.images), free, *counts)

@@ -21,8 +21,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from verl_pg_plugin.layout.order import IntArray, PrefixOrder
-from verl_pg_plugin.planning.order import FloatArray
+from verl_pg_plugin.layout.order import FloatArray, IntArray, PrefixOrder
 
 SegmentPrice: TypeAlias = Callable[[IntArray, IntArray, IntArray], FloatArray]
 """Cost of each of S segments from (S,) tokens they share, (S,) tokens they add and (S,) of those that run the head."""

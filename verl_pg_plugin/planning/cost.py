@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.layout import IntArray, Layout
+from verl_pg_plugin.layout.order import FloatArray
 from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 
@@ -107,11 +107,11 @@ class ModelFlops:
             vision=VisionFlops.of(module),
         )
 
-    def attention(self, start: IntArray, tokens: IntArray) -> NDArray[np.float64]:
+    def attention(self, start: IntArray, tokens: IntArray) -> FloatArray:
         """FLOPs (S,) of the pairs of each of S segments of so many tokens (S,), which follow ``start`` shared ones."""
         return np.asarray(sum(pair.flops * visible_pairs(start, tokens, pair.window) for pair in self.pairs))
 
-    def segments(self, start: IntArray, tokens: IntArray, labels: IntArray) -> NDArray[np.float64]:
+    def segments(self, start: IntArray, tokens: IntArray, labels: IntArray) -> FloatArray:
         """FLOPs (S,) of each of S segments, the head run on so many ``labels`` (S,); see ``attention``."""
         return self.per_token * tokens + self.per_label * labels + self.attention(start, tokens)
 
@@ -127,7 +127,7 @@ class ModelFlops:
         """FLOPs of one forward of the vision encoder over images of so many patches (C,)."""
         return self.vision.forward(patches) if self.vision is not None else 0.0
 
-    def alone(self, lengths: IntArray) -> NDArray[np.float64]:
+    def alone(self, lengths: IntArray) -> FloatArray:
         """FLOPs (B,) of stock verl on B sequences of so many tokens: nothing shared, the head on every token."""
         return self.segments(np.zeros_like(lengths), lengths, lengths)
 

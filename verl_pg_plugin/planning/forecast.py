@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from verl_pg_plugin.layout import IntArray, PackedLayout, Sequences
+from verl_pg_plugin.layout.order import FloatArray
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.memory import WeightBytes, cache_weights
@@ -20,7 +21,6 @@ from verl_pg_plugin.planning.micro_batches import (
     lay_out,
     tokens_of_stock,
 )
-from verl_pg_plugin.planning.order import FloatArray
 
 BACKWARD_OF_PAIRS = 2.5
 """Flash attention's backward in units of its forward: five matrix products for two."""
