@@ -222,6 +222,27 @@ def keep_strides_of_grouped_products() -> None:
     _found(lowering, "add_layout_constraint", "fn constraint")(torch.ops.aten._grouped_mm, constraint)
 
 
+def wait_before_reading_back() -> None:
+    """Let the threads of a compiled kernel wait for each other before they read what the kernel itself has written.
+
+    What: ``TritonKernel.load`` of inductor writes a barrier in front of a loop that reads a buffer of an earlier loop.
+    Why: Triton stores float32 by other threads than those that load it beside bf16
+    (https://github.com/triton-lang/triton/issues/10924). A norm behind experts whose sum is float32 (AFMoE, FlexOlmo)
+    then reads what was there before: log-probs of single tokens are off by up to 0.8, at random. So does the backward
+    of a norm behind an MLP (Gemma, GLM 4) where rows are longer than 1,024.
+    Versions: torch 2.11 to 2.15.
+    Remove when: inductor writes the barrier (https://github.com/pytorch/pytorch/pull/190519).
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    def load(function: Any, kernel: Any, name: str, index: Any) -> Any:
+        if name in kernel.cse.invalidated_stores:
+            kernel.body.writeline("tl.debug_barrier()")  # the loop that loads is written into the body when it is whole
+        return function(kernel, name, index)
+
+    _wrap(TritonKernel, "load", load, "self name index")
+
+
 def use_single_gloo_backend() -> None:
     """Let verl's workers start a process group on the platform ``cpu``.
 

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from tests.architectures.outcome import model_class
 from tests.architectures.test_every_model import SAMPLES, assert_exact, engine_of
-from tests.architectures.test_gpu_models import COMPILED, assert_compiled_as_close
+from tests.architectures.test_gpu_models import COMPILED, STOCK_ATTENTION, assert_compiled_as_close
 from tests.architectures.tiny_configs import tiny_config
 from tests.support import group
 from verl_pg_plugin.architectures import WRONG_COMPILED
@@ -25,7 +25,7 @@ def nothing_compiled() -> None:
 
 @pytest.mark.parametrize("model_type", COMPILED)
 def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type: str, tmp_path: Path) -> None:
-    overrides = {"attn_implementation": "sdpa"}
+    overrides = {"attn_implementation": STOCK_ATTENTION.get(model_type, "sdpa")}
     if model_class(tiny_config(model_type))._can_set_experts_implementation():
         # As one product of matrices: the grouped product that a GPU runs is a loop over experts on a CPU.
         overrides["_experts_implementation"] = "batched_mm"
@@ -41,7 +41,7 @@ def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_ty
 @pytest.mark.parametrize("model_type", COMPILED)
 def test_compiled_layers_in_bf16_are_as_exact_as_stock_rmpad(model_type: str, tmp_path: Path) -> None:
     """A layer that computes something in float32 may be compiled otherwise than it runs, or recomputed otherwise."""
-    assert_compiled_as_close(tmp_path, model_type, "sdpa")
+    assert_compiled_as_close(tmp_path, model_type, STOCK_ATTENTION.get(model_type, "sdpa"))
 
 
 @pytest.mark.parametrize("model_type", sorted(WRONG_COMPILED))

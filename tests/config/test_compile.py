@@ -52,7 +52,7 @@ LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     ({"auto_map": OWN, "model": {"trust_remote_code": True}}, "a model class of its own", True),
     ({"model": {"use_liger": True}}, "Liger", True),
     ({"config": {"qat": {"enable": True}}}, "quantization-aware training (qat)", True),
-    ({"model_type": "olmo"}, "olmo have not been held to float32 compiled", True),
+    ({"model_type": "jetmoe"}, "jetmoe have not been held to float32 compiled", True),
 ]
 
 
@@ -68,7 +68,7 @@ def test_auto_leaves_alone_what_speaks_against_it_and_says_why(changed, why, tru
 def test_true_and_false_are_what_the_user_says(asked: bool) -> None:
     on_a_cpu = engine("cpu", {"prefix_grouper": {"compile_layers": asked}})
     assert layer_compilation(on_a_cpu) == (asked, f"++prefix_grouper.compile_layers={asked}")
-    unsure = engine(config={"prefix_grouper": {"compile_layers": asked}}, model_type="olmo")
+    unsure = engine(config={"prefix_grouper": {"compile_layers": asked}}, model_type="jetmoe")
     assert ("have not been held" in layer_compilation(unsure)[1]) == asked
 
 
