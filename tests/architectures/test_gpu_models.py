@@ -52,7 +52,11 @@ OF_TYPE: dict[str, dict[str, Any]] = {
 }
 COMPILED = sorted({t for types in read_record().values() for t in types if types[t]["compiled"]} & set(MODEL_TYPES))
 NOT_IN_STOCK = {"fuyu", "gpt_neox", "hrm_text", "opt", "persimmon"}  # held beside uncompiled layers
-STOCK_ATTENTION = dict.fromkeys(("gpt_oss", "ministral3"), "sdpa")  # stock rmpad on flash-attn is not exact, or none
+CAPPED = {"gemma2", "vaultgemma"}  # scores, for which flash-attn may not be compiled
+STOCK_ATTENTION = {  # where stock rmpad on flash-attn is not exact, or there is none
+    **dict.fromkeys(("gpt_oss", "ministral3", "moshi", "gpt_bigcode", "cohere_compass_text", "codegen", "gptj"), "sdpa"),
+    **dict.fromkeys(CAPPED, "eager"),
+}
 SHAPES = (300, [60, 33, 90, 5, 71, 64]), (150, [100, 40, 77]), (90, [64])  # lengths of prompts and responses
 
 
@@ -102,7 +106,8 @@ def assert_compiled_as_close(folder: Path, model_type: str, attention: str) -> N
         more["_experts_implementation"] = "grouped_mm"
     no_stock = NOT_IN_STOCK | (MASKS_WITHOUT_POSITIONS if attention == "sdpa" else set())
     zero, beside = ZERO_GRADIENTS.get(model_type, set()), "uncompiled" if model_type in no_stock else "rmpad"
-    assert_as_close_as_stock(save_two_layers(folder, model_type), "auto", True, zero, beside, **more)
+    kernel = "sdpa" if model_type in CAPPED else "auto"
+    assert_as_close_as_stock(save_two_layers(folder, model_type), kernel, True, zero, beside, **more)
 
 
 @gpu_kernels("flash_attn_4", "flash_attn_2", "torch_varlen")
