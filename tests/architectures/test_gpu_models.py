@@ -11,13 +11,13 @@ from benchmarks.batches import make_batch
 from make_models_table import read_record
 from verl.utils import tensordict_utils as tu
 
-from tests.architectures.outcome import model_class
+from tests.architectures.outcome import model_class, supports_checkpointing
 from tests.architectures.test_every_model import ZERO_GRADIENTS, without
 from tests.architectures.tiny_configs import MODEL_TYPES, sizes_of, tiny_config
 from tests.attention.test_gpu import gpu_kernels
 from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference
-from verl_pg_plugin.architectures import MASKS_WITHOUT_POSITIONS
+from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN, MASKS_WITHOUT_POSITIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
@@ -41,7 +41,7 @@ LATENT = {
     "qk_head_dim": 96,
 }
 OF_TYPE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), LATENT),
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"), LATENT),
     "fuyu": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4},
     **{name: {"global_head_dim": 64, "initializer_range": 0.02} for name in ("gemma4_text", "gemma4_unified_text")},
     "granite": {"attention_multiplier": 1 / 8},
@@ -51,11 +51,11 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 512},
 }
 COMPILED = sorted({t for types in read_record().values() for t in types if types[t]["compiled"]} & set(MODEL_TYPES))
-NOT_IN_STOCK = {"fuyu", "gpt_neox", "hrm_text", "opt", "persimmon"}  # held beside uncompiled layers
+NOT_IN_STOCK = {"codegen", "fuyu", "gpt_neox", "gptj", "hrm_text", "modernbert-decoder", "opt", "persimmon"}  # held beside uncompiled layers
 CAPPED = {"gemma2", "vaultgemma"}  # scores, for which flash-attn may not be compiled
 STOCK_ATTENTION = {  # where stock rmpad on flash-attn is not exact, or there is none
-    **dict.fromkeys(("gpt_oss", "ministral3", "moshi", "gpt_bigcode", "cohere_compass_text", "codegen", "gptj"), "sdpa"),
-    **dict.fromkeys(CAPPED, "eager"),
+    **dict.fromkeys(("gpt_oss", "ministral3", "moshi", "gpt_bigcode", "cohere_compass_text", "minimax_m3_vl_text"), "sdpa"),
+    **dict.fromkeys((*CAPPED, "codegen", "gptj", "flint", "granite_swa", "granitemoe_swa"), "eager"),
 }
 SHAPES = (300, [60, 33, 90, 5, 71, 64]), (150, [100, 40, 77]), (90, [64])  # lengths of prompts and responses
 
@@ -88,13 +88,18 @@ def assert_as_close_as_stock(
         tu.assign_non_tensor(drawn[-1], use_remove_padding=beside != "padded")  # which ours does not read
     references = [without(run_reference(path, batch, loss), zero) for batch in drawn]
     ours = {**BF16, "attention_kernel": kernel, "compile_layers": compiled}
+    model_type = transformers.AutoConfig.from_pretrained(path).model_type
+    strategy = "fsdp" if model_type in FLOAT32_ANGLE_TYPES and not FSDP2_CASTS_AGAIN else "fsdp2"
+    model["enable_gradient_checkpointing"] = supports_checkpointing(model_type)
     if beside == "uncompiled":
-        other = make_engine(path, engine={**ours, "compile_layers": False}, model=model)
+        other = make_engine(path, engine={**ours, "compile_layers": False}, model=model, strategy=strategy)
     else:
-        other = make_engine(path, packed=False, engine=BF16, model={**model, "use_remove_padding": beside == "rmpad"})
+        other = make_engine(
+            path, packed=False, engine=BF16, model={**model, "use_remove_padding": beside == "rmpad"}, strategy=strategy
+        )
     found = [
         pooled([errors(run_engine(engine, batch, loss), want) for batch, want in zip(drawn, references, strict=True)])
-        for engine in (make_engine(path, engine=ours, model=model), other)
+        for engine in (make_engine(path, engine=ours, model=model, strategy=strategy), other)
     ]
     assert_no_worse(*found)
 
