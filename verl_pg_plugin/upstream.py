@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from packaging.version import Version
+
 from verl_pg_plugin.compat import TAKES, difference, requirements
 
 
@@ -230,10 +232,14 @@ def wait_before_reading_back() -> None:
     (https://github.com/triton-lang/triton/issues/10924). A norm behind experts whose sum is float32 (AFMoE, FlexOlmo)
     then reads what was there before: log-probs of single tokens are off by up to 0.8, at random. So does the backward
     of a norm behind an MLP (Gemma, GLM 4) where rows are longer than 1,024.
-    Versions: torch 2.11 to 2.15.
-    Remove when: inductor writes the barrier (https://github.com/pytorch/pytorch/pull/190519).
+    Versions: torch 2.11 to 2.13; 2.14 writes the barrier itself.
+    Remove when: torch 2.13 is no longer supported.
     """
+    import torch
     from torch._inductor.codegen.triton import TritonKernel
+
+    if Version(torch.__version__).release >= (2, 14):
+        return
 
     def load(function: Any, kernel: Any, name: str, index: Any) -> Any:
         if name in kernel.cse.invalidated_stores:
