@@ -203,14 +203,6 @@ def test_a_group_is_cut(cut: tuple, sizes: list[int], computed_again: int, prefi
     assert num_split(plan) == (prefill > 0)
 
 
-def test_trees_are_cut_where_branches_share_least_and_of_such_places_near_the_middle() -> None:
-    stems = [(*PROMPT, b, b, b) for b in (1, 2, 3)]
-    even = batch_of(*[(stems[b], (i, i)) for i in range(2) for b in range(2)])
-    assert members(cut_micro_batches(even.order(), MicroBatchLimits(max_sequences=2))) == [[0, 2], [1, 3]]
-    tree = batch_of(*[(stems[b], (i, i)) for b, count in enumerate((1, 3, 5)) for i in range(count)])
-    assert members(cut_micro_batches(tree.order(), MicroBatchLimits(), at_least=2)) == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
-
-
 def test_whole_groups_are_packed_together_longest_first() -> None:
     pairs = [((g, g + 1, g + 2), (i,)) for g in range(10, 90, 10) for i in range(4)]
     plan = cut_micro_batches(batch_of(*pairs).order(), MicroBatchLimits(max_tokens=2 * (2 + 4)))

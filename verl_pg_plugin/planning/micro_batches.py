@@ -5,7 +5,8 @@ longest first. One that does not fit becomes a *split group*: in sorted order it
 at the furthest place where it fits beside the prefix that it publishes for the next. Then the budget of the group is
 lowered while the chunks cost no more, so that they become of one size.
 
-Where responses share one prompt that costs as little as the cheapest cuts there are, and up to 2.5% more in deep trees.
+Where responses share one prompt, and in forwards alone, that costs as little as the cheapest cuts there are. An update
+of trees with a budget above 1,000 tokens takes 0.5% more in the mean, and at most 5%.
 """
 
 import heapq
@@ -32,8 +33,6 @@ MORE_TOKENS = (
     "raise ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu (a critic's: ppo_infer_max_token_len_per_gpu; "
     "SFT's: data.max_token_len_per_gpu)"
 )
-SLACKS = (0.0, 0.1, 0.3)
-"""How much shorter than the furthest a chunk may end where its sequences share less with the next."""
 
 
 @dataclass(frozen=True)
@@ -153,15 +152,6 @@ class _Span(NamedTuple):
         return self.stop - self.first
 
 
-class _End(NamedTuple):
-    """Where a chunk may end."""
-
-    is_good: bool  # the next one reads what it shares, or shares too little
-    stop: int
-    read_next: int
-    own: int  # tokens that the chunk computes
-
-
 _Part: TypeAlias = list[_Span]  # a micro-batch: whole groups, in front of them the chunk of a split group if it has one
 
 
@@ -264,43 +254,39 @@ class _Planner:
         return is_much and (span.size < len(self.shared) or self.stays_whole(span))
 
     def split(self, group: _Span) -> list[_Span]:
-        """The cheapest chunks that walking finds, of one size where that costs no more."""
-        inside = self.shared[group.first + 1 : group.stop]
-        found: list[tuple[float, list[_Span]]] = []
-        for slack in SLACKS if min(inside) < max(inside) else SLACKS[:1]:
-            spans = self.walk(group, self.max_tokens, slack)
-            cost = self.cost(spans)
-            low, high = self.tokens(group) / len(spans), float(self.max_tokens)
-            while high - low > 0.03 * high:
-                middle = (low + high) / 2
-                tighter = self.walk(group, middle, slack)
-                if (lower := self.cost(tighter)) <= cost * (1 + 1e-9):
-                    spans, cost, high = tighter, lower, middle
-                else:
-                    low = middle
-            found.append((cost, spans))
-        return min(found, key=lambda one: one[0])[1]
+        """The chunks that walking finds, of one size where that costs no more."""
+        spans = self.walk(group, self.max_tokens)
+        cost = self.cost(spans)
+        low, high = self.tokens(group) / len(spans), float(self.max_tokens)
+        while high - low > 0.03 * high:
+            middle = (low + high) / 2
+            tighter = self.walk(group, middle)
+            if (lower := self.cost(tighter)) <= cost * (1 + 1e-9):
+                spans, cost, high = tighter, lower, middle
+            else:
+                low = middle
+        return spans
 
-    def walk(self, group: _Span, budget: float, slack: float) -> list[_Span]:
-        """Chunks that fit into ``budget``, each as long as it can be, or shorter by ``slack`` of its tokens."""
+    def walk(self, group: _Span, budget: float) -> list[_Span]:
+        """Chunks that fit into ``budget``, each as long as it can be."""
         spans: list[_Span] = []
         first, cached = group.first, 0
         while first < group.stop:
-            stop, read_next = self.end(_Span(first, group.stop, cached), budget, slack, self.max_sequences)
+            stop, read_next = self.end(_Span(first, group.stop, cached), budget, self.max_sequences)
             spans.append(_Span(first, stop, cached, read_next))
             first, cached = stop, read_next
         return spans
 
-    def end(self, rest: _Span, budget: float, slack: float, most: float) -> tuple[int, int]:
+    def end(self, rest: _Span, budget: float, most: float) -> tuple[int, int]:
         """Where the chunk that starts with ``rest`` stops, and how many tokens the next one has cached."""
         shared, weights, first = self.shared, self.weights, rest.first
         before = self.before[first] - shared[first] + rest.cached
         common, num_states = rest.cached, 1  # what all sequences of the chunk share of the cached tokens
-        ends: list[_End] = []
+        good = furthest = 0, 0  # good: the next one reads what it shares, or shares too little
         for stop in range(first + 1, int(min(rest.stop, first + most)) + 1):
             own = self.before[stop] - before
-            taken = weights.read(rest.cached, num_states) + (own if ends else weights.alone(own))
-            if taken > budget and ends:
+            taken = weights.read(rest.cached, num_states) + (own if furthest[0] else weights.alone(own))
+            if taken > budget and furthest[0]:
                 break
             if stop == rest.stop:
                 return stop, 0
@@ -311,13 +297,12 @@ class _Planner:
                 and taken + weights.hold(max(prefix - common, 0)) <= budget
                 and weights.alone(self.new[stop]) + weights.read(prefix) <= budget  # the next has room
             )
-            ends.append(_End(reads or prefix <= self.worth, stop, prefix if reads else 0, own))
+            furthest = stop, prefix if reads else 0
+            if reads or prefix <= self.worth:
+                good = furthest
             num_states += 0 < prefix < common
             common = min(common, prefix)
-        ends = [end for end in ends if end.is_good] or ends
-        enough = (1 - slack) * ends[-1].own
-        best = min((end for end in ends if end.own >= enough), key=lambda end: (shared[end.stop], -end.stop))
-        return best.stop, best.read_next
+        return good if good[0] else furthest
 
     def fill(self, chains: list[list[_Span]], at_least: int) -> list[list[_Part]]:
         """Whole groups, longest first, to the micro-batch that has the most room, or to a new one."""
@@ -360,7 +345,7 @@ class _Planner:
             group[k] = [span]
             groups.append([others])
             return
-        stop, read_next = self.end(span, self.max_tokens, 0.5, (span.size + 1) // 2)
+        stop, read_next = self.end(span, self.max_tokens, (span.size + 1) // 2)
         # The last way is always there: a sequence by itself fits, and so does what it leaves.
         alone = span.first + 1, min(span.cached, self.shared[span.first + 1])
         for end, cached in ((stop, read_next), (stop, 0), alone):
