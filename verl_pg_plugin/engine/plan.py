@@ -6,7 +6,6 @@ each runs its most expensive ones first.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -102,15 +101,19 @@ def plan_mini_batch(
         masks = data.get("response_mask", data["loss_mask"])
         loss_tokens = np.array([mask.sum().item() for mask in masks.unbind()])
         has_loss = np.ones_like(loss_tokens) if forward_only else loss_tokens > 0
-        cut = partial(cut_for_loss, order, has_loss, limits, weights, forward_only=forward_only, levels=levels)
-        draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
+
+        def drafted(at_least: int) -> list[_LaidOut]:
+            groups = cut_for_loss(order, has_loss, limits, weights, at_least, forward_only=forward_only, levels=levels)
+            return [_laid_out(group, sequences, packed, forward_only) for group in groups]
+
+        draft = drafted(at_least=1)
         counts = data["loss_mask"].sum().item(), int(loss_tokens.sum())
         ranks.append(_summary(draft, flops, sequences, levels, counts))
     numbers = [sum(map(len, rank.flags)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
-                draft = [_laid_out(group, sequences, packed, forward_only) for group in cut(at_least=wanted)]
+                draft = drafted(wanted)
             ranks.append(_summary(draft, flops, sequences, levels, counts))
 
     if levels.room is not None:

@@ -1,1 +1,1 @@
-"""Which sequences are computed together: on which rank, in which mini-batch and micro-batch, in which order."""
+"""Which sequences are computed together: on which rank, in which mini-batch and micro-batch."""

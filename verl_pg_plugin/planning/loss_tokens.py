@@ -4,11 +4,10 @@ Several of verl's losses fail on a micro-batch without one. Such groups are verl
 response is masked.
 """
 
-from typing import Any
-
 import numpy as np
 
 from verl_pg_plugin.layout import PrefixOrder
+from verl_pg_plugin.planning.activation_level import Levels
 from verl_pg_plugin.planning.micro_batches import (
     SHORT_PREFIX,
     CacheWeights,
@@ -25,7 +24,9 @@ def cut_for_loss(
     limits: MicroBatchLimits,
     weights: CacheWeights | None,
     at_least: int = 1,
-    **options: Any,
+    *,
+    forward_only: bool = False,
+    levels: Levels = Levels(),  # noqa: B008
 ) -> list[list[MicroBatch]]:
     """``cut_micro_batches``, in which groups without a loss token join others where those have room.
 
@@ -41,7 +42,7 @@ def cut_for_loss(
     num_tokens = int(joining.num_new.sum())
     is_small = 8 * num_tokens <= most
     number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
-    joined = whole = cut_micro_batches(order, limits, weights, at_least, **options)
+    joined = whole = cut_micro_batches(order, limits, weights, at_least, forward_only=forward_only, levels=levels)
 
     def lacking(groups: list[list[MicroBatch]]) -> int:
         return sum(not has_loss[part.sequences].any() for group in groups for part in group)
@@ -50,7 +51,8 @@ def cut_for_loss(
     most_wanted = number + 8 * (at_least == 1 and lacking(whole) > 0)
     most_wanted = min(most_wanted, len(others.sequences)) if num_tokens else 0
     for wanted in range(number, most_wanted + 1):
-        joined, exceed = _join(joining, cut_micro_batches(others, limits, weights, wanted, **options), most)
+        cut = cut_micro_batches(others, limits, weights, wanted, forward_only=forward_only, levels=levels)
+        joined, exceed = _join(joining, cut, most)
         if is_small or (not exceed and (wanted == number or lacking(joined) < lacking(whole))):
             return joined
     return joined if sum(map(len, whole)) > at_least > 1 else whole  # as many as the other rank needs
