@@ -22,6 +22,7 @@ from verl.utils import torch_functional as verl_F
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
 from verl_pg_plugin.architectures import fused_obstacle, head_obstacle
+from verl_pg_plugin.attention.gather import send
 from verl_pg_plugin.engine.batch import FUSED_OFF, uses_top_k
 from verl_pg_plugin.engine.inputs import ModelInputs
 
@@ -47,7 +48,7 @@ def teacher_top_k(loss: Callable[..., Any] | None, micro_batch: TensorDict, inde
     ranks = get_ulysses_sequence_parallel_world_size()
 
     def outputs(logits_NV: torch.Tensor, part: slice) -> list[torch.Tensor]:
-        bounds = torch.tensor([0, ranks * len(logits_NV)], device=logits_NV.device)
+        bounds = send(torch.tensor([0, ranks * len(logits_NV)]), logits_NV.device)
         of_part = {
             name: torch.nested.nested_tensor_from_jagged(values[part].repeat(ranks, 1), bounds)
             for name, values in teacher_NK.items()
