@@ -18,7 +18,7 @@ rm -rf "$folder"
 # What needs no other package must run from both; the sdist has all that its tests need.
 for distribution in "$folder"/*.whl "$folder"/*.tar.gz; do
   "$python" -m venv --clear "$scratch/fresh"
-  "$scratch/fresh/bin/python" -m pip install --quiet rich packaging
+  "$scratch/fresh/bin/python" -m pip install --quiet packaging
   "$scratch/fresh/bin/python" -m pip install --quiet --no-deps --no-warn-conflicts "$distribution"
   (cd "$scratch" && fresh/bin/python -m verl_pg_plugin --version)
 done
