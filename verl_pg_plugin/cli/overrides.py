@@ -24,7 +24,6 @@ from verl_pg_plugin.config.preflight import micro_batch_limits, preflight
 from verl_pg_plugin.config.rules import engine_of
 from verl_pg_plugin.engine.activations import host_bytes
 from verl_pg_plugin.layout import Sequences
-from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -109,8 +108,7 @@ def group_lines(config: DictConfig) -> list[Check]:
     if mode_of(config) is not Mode.PACKED:
         return lines
     hf_config, _ = read_checkpoint(config)
-    cannot = [m for m in count_layers(hf_config.get_text_config()) if not MIXERS[m].prefix_cache] if hf_config else []
-    carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never" and not cannot
+    carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never"
     phases = {ROLLOUT: "old_log_prob", ACTOR: "update", REF: "ref"}
     for section, key, by_tokens in micro_batch_limits(config):
         phase, most, size = phases.get(section), count_of(config, key), n
@@ -128,9 +126,7 @@ def group_lines(config: DictConfig) -> list[Check]:
         elif carries:
             lines.append(Check(OK, phase, f"{split}, which read the prefix KV cache of earlier ones"))
         else:
-            why = f" ({', '.join(cannot)} layers have no prefix KV cache)" if cannot else ""
-            fix = f"{key}=<more>" if cannot else f"++{OPTIONS}.carry=auto"
-            lines.append(Check(WARN, phase, f"{split} that each compute the prompt again{why}", fix))
+            lines.append(Check(WARN, phase, f"{split} that each compute the prompt again", f"++{OPTIONS}.carry=auto"))
         if by_tokens and phase == "update":
             lines += _memory_lines(config, hf_config, batch_of_lengths([prompt], [[response] * n]), most, carries)
     return lines

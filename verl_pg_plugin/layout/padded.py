@@ -42,7 +42,6 @@ class PaddedLayout:
     num_logical_tokens: int
 
     # As ``PackedLayout`` has them.
-    is_chunk = False
     shares_tokens = reads_ancestors = True
     num_cached = 0
     cache_use: ClassVar[dict[str, int]] = {}

@@ -15,7 +15,7 @@ import sys
 from typing import TypeVar
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.trainer.groups import NumMiniBatches, mini_batches_of_config, regroup, updated
+from verl_pg_plugin.trainer.groups import regroup, updated
 
 __all__ = ["keep_groups"]
 
@@ -24,7 +24,7 @@ TrainerT = TypeVar("TrainerT")
 BASES = "verl.trainer.ppo.v1.trainer_base.PPOTrainer", "verl.trainer.ppo.ray_trainer.RayPPOTrainer"
 
 
-def keep_groups(trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches | None = None) -> type[TrainerT]:
+def keep_groups(trainer_cls: type[TrainerT]) -> type[TrainerT]:
     """The same class, whose ranks get whole groups in runs that share prefixes; in others it does what it did.
 
     Its own ``_balance_batch`` runs first and may pad, filter or replace the batch; the order of what it leaves is ours.
@@ -33,7 +33,6 @@ def keep_groups(trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches | 
 
     Args:
         trainer_cls: derived from verl's V1 ``PPOTrainer`` or V0 ``RayPPOTrainer``.
-        num_mini_batches: for a trainer that does not divide batches by ``actor.ppo_mini_batch_size``.
 
     Raises:
         TypeError: the class is derived from neither.
@@ -42,13 +41,10 @@ def keep_groups(trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches | 
         place = f"{trainer_cls.__module__}.{trainer_cls.__qualname__}"
         raise TypeError(f"{place} is derived from neither {' nor '.join(BASES)}")
     upstream.regroup_after_balance(trainer_cls, regroup, updated)
-    if num_mini_batches is None:
-        num_mini_batches = getattr(trainer_cls, "_pg_num_mini_batches", mini_batches_of_config)
-    trainer_cls._pg_num_mini_batches = staticmethod(num_mini_batches)  # type: ignore[attr-defined]
     return trainer_cls
 
 
 def verls_trainers() -> list[type]:
-    """verl's own, as far as this process has imported them; a version of verl need not have both."""
+    """verl's own, as far as this process has imported them."""
     loaded = ((sys.modules.get(module), name) for module, _, name in (path.rpartition(".") for path in BASES))
     return [getattr(module, name) for module, name in loaded if hasattr(module, name)]

@@ -1,7 +1,6 @@
 """Which sequences of a batch meet on a rank and in a mini-batch, in the containers of V1 and V0; what that saved."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ from verl_pg_plugin.planning.cost import ModelFlops
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # verl's own level hides what is no warning
 
-NumMiniBatches = Callable[[Any, int], int]
-"""Optimizer steps that a trainer divides a batch into, from the trainer and the number of sequences."""
 ESTIMATED_TOKENS = "prefix_grouper/balance/estimated_rows"
 """Metric: tokens that all ranks compute in a mini-batch, as the balance expects; the mean, as of engine metrics."""
 
@@ -58,7 +55,7 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
     if "actor" not in ranks:  # where a trainer's own balance has not asked
         ranks["actor"] = trainer.actor_rollout_wg._query_dispatch_info("actor")
     group, num_ranks = np.unique(uids, return_inverse=True)[1], max(ranks["actor"]) + 1
-    num_mini_batches = trainer._pg_num_mini_batches(trainer, len(uids))
+    num_mini_batches = mini_batches_of_config(trainer, len(uids))
     order = order_by_sessions(group, sessions, places, prompts, responses)
     price = trainer._pg_flops.segments
     balance = balance_groups(order, group, responses, price, num_ranks, num_mini_batches)
