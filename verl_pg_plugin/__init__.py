@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 logger = logging.getLogger(__name__)
-GROUPS_CUT = "groups stay as dispatch cuts them, which costs sharing"
+GROUPS_CUT = "groups stay as dispatch cuts them, which may cost sharing"
 
 
 def register() -> None:

@@ -26,7 +26,8 @@ from verl_pg_plugin.config import compile, rules
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
-BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
+BUDGET, BY_COUNT = (f"{ACTOR}.ppo_{limit}_per_gpu" for limit in ("max_token_len", "micro_batch_size"))
+PADDED = f"{MODEL}.use_remove_padding=False"
 PLATFORM = {"status": OK, "what": "platform", "text": "CPUPlatform"}
 PROCESS = {"device": "cpu", "platform": PLATFORM, "plugin_error": "", "engines": []}
 
@@ -119,6 +120,8 @@ def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same
     warned, failed = Check(WARN, "a", "slow", "faster"), Check(FAIL, "b", "x" * 300, "y" * 300)
     assert doctor.show([("Title", [warned]), ("Empty", [])]) == 0
     assert capsys.readouterr().out == "Title\n  WARN  a  slow\n        fix: faster\nprefix sharing: ready\n"
+    assert doctor.show([("Title", [Check(WARN, "mode", "rmpad", "flag=True")])]) == 0
+    assert capsys.readouterr().out.endswith("\nprefix sharing: off; flag=True switches it on\n")
     assert doctor.show([("Title", [failed])]) == 1
     assert capsys.readouterr().out.splitlines()[1:3] == [f"  FAIL  b  {failed.text}", f"        fix: {failed.fix}"]
     assert doctor.show([("Title", [warned, failed])], as_json=True) == 1
@@ -134,6 +137,7 @@ def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same
         (f"{ACTOR}.clip_ratio=${{no.such.key}}", "no.such.key"),
         ("model_engine=no_such_engine", "no_such_engine"),
         ("prefix_grouper=null", "Config group override must be a string"),
+        ("~critic", "this is no config of a PPO trainer"),
         (f"{ACTOR}.no_such_key=1", f"Could not override '{ACTOR}.no_such_key'"),
     ],
 )
@@ -195,13 +199,17 @@ def test_packages_outside_the_supported_range_or_without_a_name_are_named(tmp_pa
     assert (line.text, line.fix) == ("torch 2.20: a.b is gone; needed for c", "pip install 'torch<2.14'")
 
 
-def test_a_machine_without_gpu_fails_with_and_without_full(processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpu_fails_unless_a_cluster_may_have_some(packed, processes, monkeypatch, capsys) -> None:
     assert bad(doctor.installed_lines()) == []
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     (line,) = bad(doctor.installed_lines())
     full = line_of(bad(doctor.process_lines(processes[2])), "GPU")
     assert (line.status, line.what, line.fix) == (full.status, full.what, full.fix) == (FAIL, "GPU", doctor.NO_GPU_FIX)
     assert overrides.taken_kernel("cuda") == [], "said once"
+    process = {**PROCESS, "platform": {**PLATFORM, "status": FAIL, "fix": doctor.NO_GPU_FIX}}
+    monkeypatch.setattr(doctor, "fresh_process", lambda: process)
+    assert main(["doctor", *packed, "ray_kwargs.ray_init.address=auto"]) == 0
+    assert "WARN  platform" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "gpus", lambda: ["NVIDIA H200, 570.1, 9.0, 143771 MiB"])
     assert bad(doctor.installed_lines()) == []
 
@@ -291,7 +299,7 @@ def test_a_config_of_another_entry_point_can_be_named_if_a_ppo_trainer_reads_it(
     monkeypatch.setattr(doctor, "fresh_process", lambda: PROCESS)
     folder = str(Path(verl.__file__).parent / "experimental/fully_async_policy/config")
     place = ["--config-path", folder, "--config-name", "fully_async_ppo_trainer"]
-    assert main(["doctor", *place, *packed, "async_training.require_batches=2"]) == 0
+    assert main(["doctor", *place, *packed, "async_training.require_batches=2", "data.train_batch_size=0"]) == 0
     assert " packed (" in capsys.readouterr().out
     assert main(["doctor", *place[:2]]) == 2
     assert "--config-path and --config-name go together" in capsys.readouterr().err
@@ -308,6 +316,7 @@ def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: 
     assert line_of(lines, "update").text == f"{BUDGET}=8192 holds it whole"
     assert [check.what for check in lines if check not in group_lines(compose_config(packed))] == ["ref"]
     assert group_lines(compose_config([*packed, f"{ROLLOUT}.n=four"])) == []
+    assert line_of(group_lines(compose_config([*packed, f"{ROLLOUT}.n=1"])), "tokens").status == WARN
 
 
 @pytest.mark.parametrize(
@@ -316,13 +325,14 @@ def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: 
         ([f"{BUDGET}=1600"], OK, "it stays whole where memory holds it, else it is split into chunks, which read"),
         ([f"{BUDGET}=1600", "prefix_grouper.carry=never"], WARN, "chunks that each compute the prompt again"),
         ([f"{BUDGET}=1200", f"{ACTOR}.ulysses_sequence_parallel_size=2"], OK, "holds it whole"),
-        ([f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"], OK, "which read the prefix KV"),
+        ([f"{ACTOR}.use_dynamic_bsz=False", f"{BY_COUNT}=2"], OK, "which read the prefix KV"),
+        ([f"{ACTOR}.use_dynamic_bsz=False", f"{BY_COUNT}=2", PADDED], WARN, f"prompt again; {BY_COUNT}=4"),
     ],
 )
 def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carried(packed, asked, state, said) -> None:
     line = line_of(group_lines(compose_config([*packed, *asked])), "update")
     assert line.status == state
-    assert said in line.text
+    assert said in f"{line.text}; {line.fix}"
 
 
 def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed, tmp_path, on_a_gpu) -> None:

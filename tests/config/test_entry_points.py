@@ -134,12 +134,16 @@ def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role
     assert OmegaConf.to_yaml(config) == once, "engaging twice changes something"
 
 
-@pytest.mark.parametrize("flags", [(), ("actor_rollout_ref.model.use_remove_padding=False",)], ids=["rmpad", "padded"])
-def test_a_run_that_does_not_ask_is_left_alone(runnable_overrides, flags: tuple[str, ...]) -> None:
+LEFT_ALONE = (), ("actor_rollout_ref.model.use_remove_padding=False",), ("++prefix_grouper.carry=never",)
+
+
+@pytest.mark.parametrize("flags", LEFT_ALONE, ids=["rmpad", "padded", "options"])
+def test_a_run_that_does_not_ask_is_left_alone(runnable_overrides, flags: tuple[str, ...], caplog) -> None:
     config = compose_stock(*runnable_overrides, *flags)
     before = OmegaConf.to_yaml(config)
     engage(config)
     assert OmegaConf.to_yaml(config) == before
+    assert ("options of ++prefix_grouper do nothing" in caplog.text) == ("carry" in str(flags))
 
 
 def test_a_word_that_is_no_boolean_and_another_engine_are_refused(runnable_overrides) -> None:

@@ -86,7 +86,7 @@ REFUSED: list[tuple[str, str, str]] = [
         f"trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 "
         f"data.train_batch_size=6 {ROLLOUT}.n=5 {ACTOR}.ppo_mini_batch_size=6",
         "do not divide into 8 data-parallel ranks",
-        f"{ACTOR}.ppo_mini_batch_size=8, or {ROLLOUT}.n=8",
+        f"{ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=8",
     ),
     *(
         (f"{key}_micro_batch_size_per_gpu={value}", "number of sequences", "")
@@ -105,9 +105,10 @@ REFUSED: list[tuple[str, str, str]] = [
     (f"trainer.n_gpus_per_node=6 ray_kwargs.ray_init.num_gpus=6 {SP}=4", "tokens do not divide 6", f"{SP}=2"),
     (f"{SP}=3", "cannot be spread", f"{SP}=1"),  # said once: the reference policy's own follows it in verl's config
     *(
-        (override, "is no number of at least 1", "")
+        (override, "is no integer of at least 1", "")
         for override in (
             *("trainer.nnodes=two", f"{ROLLOUT}.n=0", f"{ROLLOUT}.n=null", f"{ACTOR}.ppo_mini_batch_size=-8"),
+            *(f"{ROLLOUT}.n=4.0", f"{CRITIC} critic.ppo_mini_batch_size=0"),
             *(f"{SP}=0", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=two"),
         )
     ),
@@ -186,6 +187,13 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     assert "++prefix_grouper.activations=inputs_on_host: without gradient checkpointing" in caplog.text
     check(config_of(f"{CRITIC} data.max_prompt_length=40000"))  # in V1: a key that verl's files lack
     assert "; ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
+    few = "trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 data.train_batch_size=6"
+    check(config_of(f"{few} {ACTOR}.ppo_mini_batch_size=2 {ACTOR}.shuffle=True"))
+    assert "a rank gets 1 of the 4 responses of a prompt" in caplog.text
+    assert f"; {ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=8" in caplog.text
+    assert f"mini-batches get sequences, not groups; {ACTOR}.shuffle=False" in caplog.text
+    check(config_of("prefix_grouper.carry=never", Mode.RMPAD))
+    assert f"++prefix_grouper have no effect; {ACTOR}.use_prefix_grouper=True" in caplog.text
     assert "attention over shared prefixes runs in its place" in caplog.text
     assert "nothing is offloaded" in caplog.text
 

@@ -78,7 +78,8 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
         for check, line in zip(checks, lines, strict=True):
             sys.stdout.write(f"  {line}\n" + (f"        fix: {check.fix}\n" if check.fix else ""))
     problems = sum(check["status"] == FAIL for check in found)
-    ready = f"not ready ({problems} problem{'s' if problems > 1 else ''})" if problems else "ready"
+    ready = next((f"off; {x['fix']} switches it on" for x in found if x["what"] == "mode" and x["fix"]), "ready")
+    ready = f"not ready ({problems} problem{'s' if problems > 1 else ''})" if problems else ready
     if as_json:
         sys.stdout.write(json.dumps({"ready": not problems, "problems": problems, "checks": found}, indent=2) + "\n")
     else:
@@ -96,10 +97,13 @@ def _full(asked: list[str], folder: str, name: str) -> Iterator[Section]:
         except Exception as error:  # whatever an import raises
             process["plugin_error"] = f"{type(error).__name__}: {error}"
         from verl_pg_plugin.cli import overrides
+        from verl_pg_plugin.config.preflight import joins_cluster
 
         taken = overrides.taken_kernel(process["device"])
         if asked or name:
             config = overrides.compose_config(asked, folder, name)  # first: one line where it is wrong
+            if process["platform"]["status"] == FAIL and joins_cluster(config):
+                process["platform"] |= {"status": WARN, "fix": "run the doctor on a machine of the cluster with GPUs"}
     yield "Versions", version_lines()
     yield "verl", process_lines(process)
     if "error" not in process:
@@ -107,7 +111,7 @@ def _full(asked: list[str], folder: str, name: str) -> Iterator[Section]:
         yield "Names of verl, transformers and torch that are built on", name_lines()
     yield "Attention kernels", [*kernel_lines(), *taken]
     if config is not None:
-        yield "With these overrides", overrides.run_lines(config)
+        yield "With these overrides", overrides.run_lines(config, asks_verl=not name)  # another trainer may not
         yield "Longest group", overrides.group_lines(config)
 
 

@@ -43,16 +43,16 @@ def compose_config(overrides: list[str], folder: str = "", name: str = "") -> Di
         override = getattr(error, "override", None)  # of one that cannot be parsed
         message = " ".join(str(error).split())
         raise CommandError(f"cannot parse the override {override}: {message}" if override else message) from error
-    if not {"actor_rollout_ref", "critic"} <= config.keys():
-        raise CommandError(f"{name} is no config of a PPO trainer: it has no actor_rollout_ref or no critic")
+    if "actor_rollout_ref" not in config or "enable" not in config.get("critic", ()):
+        raise CommandError(f"{name or 'this'} is no config of a PPO trainer: it has no actor_rollout_ref or no critic")
     auto_set_device(config)
     return config
 
 
-def run_lines(config: DictConfig) -> list[Check]:
+def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
     """Mode, attention kernel, compiled layers, activations, and everything that an entry point would say."""
     mode, device, hf_config = mode_of(config), get_device_name(), read_checkpoint(config)[0]
-    issues = preflight(config, asks_verl=True)
+    issues = preflight(config, asks_verl=asks_verl)
     flags = ", ".join(f"{key}={OmegaConf.select(config, key)}" for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING))
     lines = [Check(OK, "mode", f"{mode.value} ({flags})")]
     if not mode.shares_prefixes:
@@ -104,11 +104,13 @@ def group_lines(config: DictConfig) -> list[Check]:
         return []  # of which verl speaks
     tokens, alone = prompt - 1 + n * response, n * (prompt + response)
     text = f"{n} responses of {response} tokens to a prompt of {prompt}: {tokens} tokens, alone {alone}"
-    lines = [Check(OK, "tokens", text)]
-    if mode_of(config) is not Mode.PACKED:
+    lines, mode = [Check(OK, "tokens", text)], mode_of(config)
+    if not mode.shares_prefixes:
         return lines
+    if n == 1:
+        lines = [Check(WARN, "tokens", f"{text}; only equal beginnings of prompts are shared", f"{ROLLOUT}.n=<more>")]
     hf_config, _ = read_checkpoint(config)
-    carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never"
+    carries = mode is Mode.PACKED and OmegaConf.select(config, f"{OPTIONS}.carry") != "never"
     phases = {ROLLOUT: "old_log_prob", ACTOR: "update", REF: "ref"}
     for section, key, by_tokens in micro_batch_limits(config):
         phase, most, size = phases.get(section), count_of(config, key), n
@@ -119,14 +121,15 @@ def group_lines(config: DictConfig) -> list[Check]:
             most, size = most * engine_of(config, REF if phase == "ref" else ACTOR).sp_size, tokens
         whole = "stays whole where memory holds it, else it " if by_tokens and phase == "update" else ""
         split = f"{asked} is less than it takes: it {whole}is split into chunks"
-        if by_tokens and most < prompt - 1 + response:
+        if by_tokens and (most < prompt - 1 + response or mode is not Mode.PACKED):
             continue  # of which preflight speaks
         if size <= most:
             lines.append(Check(OK, phase, f"{asked} holds it whole"))
         elif carries:
             lines.append(Check(OK, phase, f"{split}, which read the prefix KV cache of earlier ones"))
         else:
-            lines.append(Check(WARN, phase, f"{split} that each compute the prompt again", f"++{OPTIONS}.carry=auto"))
+            fix = f"++{OPTIONS}.carry=auto" if mode is Mode.PACKED else f"{key}={size}"
+            lines.append(Check(WARN, phase, f"{split} that each compute the prompt again", fix))
         if by_tokens and phase == "update":
             lines += _memory_lines(config, hf_config, batch_of_lengths([prompt], [[response] * n]), most, carries)
     return lines

@@ -12,8 +12,8 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, REF, STRATEGIES, USE_PREFIX_GROUPER, VEOMNI
-from verl_pg_plugin.config.preflight import check, sharing_issues
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, STRATEGIES, USE_PREFIX_GROUPER, VEOMNI
+from verl_pg_plugin.config.preflight import check, logger, sharing_issues
 from verl_pg_plugin.issue import ConfigError
 
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp", f"{ACTOR}.{VEOMNI}", f"{REF}.{VEOMNI}")
@@ -29,6 +29,8 @@ def engage(config: DictConfig, *, from_ours: bool = False) -> None:
     add_sections(config)
     if from_ours or _asks(config):
         check(config, asks_verl=from_ours)
+    elif OPTIONS in config:
+        logger.warning("verl_pg_plugin: options of ++%s do nothing without %s=True", OPTIONS, USE_PREFIX_GROUPER)
 
 
 def engage_or_exit(config: DictConfig, *, from_ours: bool = False) -> None:

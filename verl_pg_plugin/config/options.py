@@ -101,11 +101,7 @@ def _fault(name: str, value: Any) -> tuple[str, str] | None:
     if name == "logits_chunk_size" and not (type(value) is int and value >= 0):
         return "is not an integer of at least 0", "<integer of at least 0>"
     if name == "verify" and not (value in ("off", "first") or re.fullmatch(_EVERY, str(value))):
-        why = "is unknown; the values are off, first and every_<number of micro-batches>"
-        if number := re.search(r"[1-9]\d*", str(value)):
-            return why, f"every_{number[0]}"
-        close = difflib.get_close_matches(str(value), ("off", "first"), n=1, cutoff=0.5)
-        return why, close[0] if close == ["first"] else "'off'"  # a bare off is False
+        return "is unknown; the values are off, first and every_<number>", "off, first or every_<number>"
     if name == "verify_tolerance" and not (value is None or (type(value) in (int, float) and 0 < value < math.inf)):
         why = "is not a finite number above 0: one lets nothing pass, the other everything"
         return why, "null or <number above 0>"

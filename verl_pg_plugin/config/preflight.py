@@ -39,7 +39,7 @@ from verl_pg_plugin.config.keys import (
 )
 from verl_pg_plugin.config.machine import count_of, machine_issues, read_checkpoint, teachers_of
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, mode_of
-from verl_pg_plugin.config.options import option_issues
+from verl_pg_plugin.config.options import PrefixGrouperOptions, option_issues
 from verl_pg_plugin.issue import ConfigError, Issue
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def preflight(config: DictConfig, *, asks_verl: bool = False) -> list[Issue]:
     found = sharing_issues(config)
     said = {issue.key for issue in found}
     found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
-    found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
+    found += [replace(issue, is_warning=joins_cluster(config)) for issue in machine_issues(config)]
     found = [issue for issue in found if not _follows(config, issue, found)]
     if asks_verl and all(issue.is_warning for issue in found):
         found += _verls_validation(config)
@@ -91,7 +91,7 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     for role in rules.roles_of(config):
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
         if hf_config is None:  # another machine may have it
-            issues = [replace(issue, is_warning=_joins_cluster(config)) for issue in issues]
+            issues = [replace(issue, is_warning=joins_cluster(config)) for issue in issues]
         # An architecture that cannot share is looked at no further.
         engine = rules.engine_of(config, role, None if issues else hf_config)
         found += [*issues, *_engine_issues(config, engine)]
@@ -118,7 +118,11 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
             yield Issue(f"{key}={flag}", why, f"{key}=True or False")
     section = OmegaConf.select(config, OPTIONS)
     if isinstance(section, DictConfig):
-        yield from option_issues({str(name): OmegaConf.select(section, str(name)) for name in section})
+        options = {str(name): OmegaConf.select(section, str(name)) for name in section if name != "_target_"}
+        yield from option_issues(options)
+        if not mode_of(config).shares_prefixes and (usual := vars(PrefixGrouperOptions())) | options != usual:
+            why = f"the options of ++{OPTIONS} have no effect"
+            yield Issue(f"{USE_PREFIX_GROUPER}=False", why, f"{USE_PREFIX_GROUPER}=True", is_warning=True)
     elif OPTIONS in config:
         fix = f"++{OPTIONS}.<option>=<value>, or remove it"
         yield Issue(f"++{OPTIONS}={section}", "is not a section of options", fix)
@@ -130,6 +134,9 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
     if log_probs != update:
         why = f"verl's workers assert that it is {ACTOR}.use_dynamic_bsz, which is {update}"
         yield Issue(f"{DYNAMIC_LOG_PROBS}={log_probs}", why, f"{DYNAMIC_LOG_PROBS}={update}")
+    several = count_of(config, "data.train_batch_size") > count_of(config, f"{ACTOR}.ppo_mini_batch_size")
+    if several and OmegaConf.select(config, shuffle := f"{ACTOR}.shuffle"):
+        yield Issue(f"{shuffle}=True", "mini-batches get sequences, not groups", f"{shuffle}=False", is_warning=True)
     if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
         loss_mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
         if OmegaConf.select(config, "distillation.enabled") and loss_mode == "forward_kl_topk":
@@ -183,7 +190,7 @@ def _engine_issues(config: DictConfig, engine: Engine) -> Iterator[Issue]:
     if not (engine.on_veomni and engine.role == CRITIC):  # which a rule refuses
         yield from _engine_config_issues(config, engine, shares)
     for rule in rules.RULES if shares else ():
-        uncertain = rule in rules.MACHINE_RULES and _joins_cluster(config)
+        uncertain = rule in rules.MACHINE_RULES and joins_cluster(config)
         for issue in rule(engine):
             yield replace(issue, is_warning=issue.is_warning or uncertain)
 
@@ -223,7 +230,7 @@ def _follows(config: DictConfig, issue: Issue, found: list[Issue]) -> bool:
     return interpolated(issue.key) and not all(map(interpolated, same))
 
 
-def _joins_cluster(config: DictConfig) -> bool:
+def joins_cluster(config: DictConfig) -> bool:
     """Whether the run's processes may have other machines or packages than this one.
 
     Without an address verl's ``ray.init`` joins a cluster that was started here; workers may have another interpreter.
@@ -258,13 +265,14 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
     least = {f"{engine.model_section}.lora_rank": (0, "rank") for engine in engines}
     counts = "trainer.n_gpus_per_node", "trainer.nnodes", f"{ROLLOUT}.n"
     ulysses = f"{ACTOR}.{SP_SIZE}", *(engine.sp_key for engine in engines)
-    least |= dict.fromkeys((*counts, f"{ACTOR}.ppo_mini_batch_size", *ulysses), (1, "number"))
+    mini_batches = [f"{engine.role}.ppo_mini_batch_size" for engine in engines if engine.role != REF]
+    least |= dict.fromkeys((*counts, *mini_batches, *ulysses), (1, "integer"))
     for _, key, by_tokens in micro_batch_limits(config):
         least[key] = 1, "number of tokens" if by_tokens else "number of sequences"
     for key, (at_least, what) in least.items():
-        # Null is none of them, and what a size defaults to.
+        # Null is none of them, and what a size defaults to; only sums of tokens are held against a float.
         value = OmegaConf.select(config, key, default=None if "micro_batch_size" in key else at_least)
-        if not (isinstance(value, int | float) and value >= at_least):
+        if not (type(value) is int or (type(value) is float and "token" in what)) or value < at_least:
             fix = f"{'++' * key.startswith(CRITIC)}{key}=<{what}>"  # verl's files lack some of the critic's
             if OmegaConf.select(config, old := key.removesuffix("_per_gpu")) is not None and old != key:
                 fix += f" in place of {old}"  # verl refuses both
@@ -292,13 +300,13 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
 
 def _divisors(config: DictConfig) -> Iterator[Issue]:
     """Numbers of sequences and ranks that verl's workers find out about after the first rollouts."""
-    n, per_node, nodes = f"{ROLLOUT}.n", "trainer.n_gpus_per_node", "trainer.nnodes"
+    n, batch, per_node, nodes = f"{ROLLOUT}.n", "data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"
     responses, ranks = count_of(config, n), count_of(config, per_node) * count_of(config, nodes)
     if not responses * ranks:
         return  # of which ``_counts`` speaks
     for role in rules.roles_of(config):
         engine, key = rules.engine_of(config, role), f"{role}.ppo_mini_batch_size"
-        size, prompts = engine.sp_size, count_of(config, key)
+        size, prompts, shares = engine.sp_size, count_of(config, key), mode_of(config).shares_prefixes
         if engine.get("strategy") not in STRATEGIES:
             continue
         if ranks % size:
@@ -306,11 +314,14 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             hf_config, issues = read_checkpoint(config, CRITIC_MODEL if role == CRITIC else MODEL)
             smaller = rules.smaller_ulysses(replace(engine, hf_config=None if issues else hf_config))
             yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={smaller}")
-        elif role != REF and prompts * responses % (parts := ranks // size):
-            why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
-            more = next(more for more in range(prompts, prompts + parts + 1) if more * responses % parts == 0)
-            answers = next(more for more in range(responses, responses + parts + 1) if prompts * more % parts == 0)
-            yield Issue(f"{key}={prompts}", why, f"{key}={more}, or {n}={answers}")
+        elif role != REF and prompts and (prompts * responses % (parts := ranks // size) or prompts < parts * shares):
+            on_rank, rest = divmod(prompts * responses, parts)
+            why = f"a rank gets {on_rank} of the {responses} responses of a prompt in a mini-batch, so groups are cut"
+            if rest:
+                why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
+            more = next(m for m in range(max(prompts, parts * shares), prompts + parts) if not m * responses % parts)
+            fix = f"{key}={more}" + f" {batch}={more}" * (0 < count_of(config, batch) < more)
+            yield Issue(f"{key}={prompts}", why, fix, is_warning=not rest)
 
 
 def _verls_validation(config: DictConfig) -> Iterator[Issue]:

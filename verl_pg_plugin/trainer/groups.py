@@ -87,7 +87,7 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
     if not hasattr(trainer, "_pg_flops") and not hasattr(trainer, "_pg_tokens"):
         logger.warning(
             "%s updates its actor with a batch that never went through _balance_batch: groups stay as dispatch cuts"
-            " them, which costs sharing and no exactness. Set trainer.balance_batch=True, or call "
+            " them, which may cost sharing and no exactness. Set trainer.balance_batch=True, or call "
             "self._balance_batch(batch, metrics) before old log-probs are computed; where that does not call "
             "verl's, wrap the class with verl_pg_plugin.trainer.keep_groups",
             type(trainer).__qualname__,
