@@ -85,6 +85,8 @@ _NAMES_WITHIN = {
 """Attributes, or functions of its file, that a function reads or sets under these names, or one of several."""
 
 _OPTIONAL = {
+    "verl.trainer.ppo.v1.": "verl.trainer.ppo.v1",
+    "verl.trainer.ppo.ray_trainer.": "verl.trainer.ppo.ray_trainer",
     _VEOMNI: "veomni",
     _ROUTER: "veomni",
 }

@@ -45,6 +45,6 @@ def keep_groups(trainer_cls: type[TrainerT]) -> type[TrainerT]:
 
 
 def verls_trainers() -> list[type]:
-    """verl's own, as far as this process has imported them."""
+    """verl's own, as far as this process has imported them; a version of verl need not have both."""
     loaded = ((sys.modules.get(module), name) for module, _, name in (path.rpartition(".") for path in BASES))
     return [getattr(module, name) for module, name in loaded if hasattr(module, name)]
