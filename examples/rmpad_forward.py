@@ -4,7 +4,8 @@
     python examples/rmpad_forward.py --device cuda    # flash-attention 2 in bfloat16 where it is installed
 
 The models are tiny and random, one like Qwen2.5 and one like Qwen3, so nothing is downloaded. This is what
-``use_remove_padding=True`` does in verl; stock transformers needs only position ids that restart at 0.
+``use_remove_padding=True`` does in verl; stock transformers needs only position ids that restart at 0. It prints with
+``rich``, which ``scripts/install.sh`` brings.
 """
 
 import argparse

@@ -232,10 +232,11 @@ def wait_before_reading_back() -> None:
     (https://github.com/triton-lang/triton/issues/10924). A norm behind experts whose sum is float32 (AFMoE, FlexOlmo)
     then reads what was there before: log-probs of single tokens are off by up to 0.8, at random. So does the backward
     of a norm behind an MLP (Gemma, GLM 4) where rows are longer than 1,024.
+    Kernels that torch has stored without it are not taken: the tag is in the name of what it stores.
     Versions: torch 2.11 to 2.13; 2.14 writes the barrier itself.
     Remove when: torch 2.13 is no longer supported.
     """
-    import torch
+    import torch.compiler.config
     from torch._inductor.codegen.triton import TritonKernel
 
     if Version(torch.__version__).release >= (2, 14):
@@ -246,6 +247,9 @@ def wait_before_reading_back() -> None:
             kernel.body.writeline("tl.debug_barrier()")  # the loop that loads is written into the body when it is whole
         return function(kernel, name, index)
 
+    tag = "barriers of verl_pg_plugin"
+    if tag not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += tag
     _wrap(TritonKernel, "load", load, "self name index")
 
 

@@ -190,7 +190,7 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     few = "trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 data.train_batch_size=6"
     check(config_of(f"{few} {ACTOR}.ppo_mini_batch_size=2 {ACTOR}.shuffle=True"))
     assert "a rank gets 1 of the 4 responses of a prompt" in caplog.text
-    assert f"; {ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=8" in caplog.text
+    assert f"; {ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=24" in caplog.text
     assert f"mini-batches get sequences, not groups; {ACTOR}.shuffle=False" in caplog.text
     check(config_of("prefix_grouper.carry=never", Mode.RMPAD))
     assert f"++prefix_grouper have no effect; {ACTOR}.use_prefix_grouper=True" in caplog.text

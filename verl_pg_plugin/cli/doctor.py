@@ -81,7 +81,9 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
     ready = next((f"off; {x['fix']} switches it on" for x in found if x["what"] == "mode" and x["fix"]), "ready")
     ready = f"not ready ({problems} problem{'s' if problems > 1 else ''})" if problems else ready
     if as_json:
-        sys.stdout.write(json.dumps({"ready": not problems, "problems": problems, "checks": found}, indent=2) + "\n")
+        sys.stdout.write(
+            json.dumps({"ready": ready == "ready", "problems": problems, "checks": found}, indent=2) + "\n"
+        )
     else:
         sys.stdout.write(f"prefix sharing: {ready}\n")
     return int(problems > 0)

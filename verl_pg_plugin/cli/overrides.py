@@ -43,7 +43,7 @@ def compose_config(overrides: list[str], folder: str = "", name: str = "") -> Di
         override = getattr(error, "override", None)  # of one that cannot be parsed
         message = " ".join(str(error).split())
         raise CommandError(f"cannot parse the override {override}: {message}" if override else message) from error
-    if "actor_rollout_ref" not in config or "enable" not in config.get("critic", ()):
+    if "actor_rollout_ref" not in config or "enable" not in (config.get("critic") or ()):
         raise CommandError(f"{name or 'this'} is no config of a PPO trainer: it has no actor_rollout_ref or no critic")
     auto_set_device(config)
     return config

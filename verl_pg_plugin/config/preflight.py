@@ -135,6 +135,7 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
         why = f"verl's workers assert that it is {ACTOR}.use_dynamic_bsz, which is {update}"
         yield Issue(f"{DYNAMIC_LOG_PROBS}={log_probs}", why, f"{DYNAMIC_LOG_PROBS}={update}")
     several = count_of(config, "data.train_batch_size") > count_of(config, f"{ACTOR}.ppo_mini_batch_size")
+    several &= not str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async")  # one at a time
     if several and OmegaConf.select(config, shuffle := f"{ACTOR}.shuffle"):
         yield Issue(f"{shuffle}=True", "mini-batches get sequences, not groups", f"{shuffle}=False", is_warning=True)
     if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
@@ -270,9 +271,9 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
     for _, key, by_tokens in micro_batch_limits(config):
         least[key] = 1, "number of tokens" if by_tokens else "number of sequences"
     for key, (at_least, what) in least.items():
-        # Null is none of them, and what a size defaults to; only sums of tokens are held against a float.
+        # Null is none of them, and what a size defaults to; a limit of a micro-batch may be a float.
         value = OmegaConf.select(config, key, default=None if "micro_batch_size" in key else at_least)
-        if not (type(value) is int or (type(value) is float and "token" in what)) or value < at_least:
+        if not isinstance(value, int | float if "of" in what else int) or value < at_least:
             fix = f"{'++' * key.startswith(CRITIC)}{key}=<{what}>"  # verl's files lack some of the critic's
             if OmegaConf.select(config, old := key.removesuffix("_per_gpu")) is not None and old != key:
                 fix += f" in place of {old}"  # verl refuses both
@@ -320,7 +321,8 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             if rest:
                 why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
             more = next(m for m in range(max(prompts, parts * shares), prompts + parts) if not m * responses % parts)
-            fix = f"{key}={more}" + f" {batch}={more}" * (0 < count_of(config, batch) < more)
+            steps = count_of(config, batch) // prompts  # as many as before, which some trainers hold to
+            fix = f"{key}={more}" + f" {batch}={more * max(steps, 1)}" * (count_of(config, batch) > 0)
             yield Issue(f"{key}={prompts}", why, fix, is_warning=not rest)
 
 

@@ -134,11 +134,11 @@ class SequenceSelector:
 
     def __init__(self, data: TensorDict) -> None:
         self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
+        data = data.exclude("position_ids", "multi_modal_inputs")  # which the layout has, and no loss reads
         for name, field in data.items():
             if isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1:
                 self._jagged.setdefault(tuple(field.offsets().tolist()), {})[name] = field.values()
-        of_layouts = "position_ids", "multi_modal_inputs"  # the model takes them from the layout, and no loss does
-        self._rest = data.exclude(*of_layouts, *(name for fields in self._jagged.values() for name in fields))
+        self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
 
     def select(self, indices: list[int], device: torch.device) -> TensorDict:
         """These sequences of the batch, in this order; fields of the same lengths have the same offsets."""
