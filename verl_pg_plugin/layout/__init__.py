@@ -2,7 +2,7 @@
 
 from typing import TypeAlias
 
-from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order, counted
+from verl_pg_plugin.layout.order import FloatArray, IntArray, PrefixOrder, build_prefix_order, counted
 from verl_pg_plugin.layout.packed import Chunk, PackedLayout, build_packed_layout, share_states
 from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
 from verl_pg_plugin.layout.sequences import Sequences
@@ -12,6 +12,7 @@ Layout: TypeAlias = PackedLayout | PaddedLayout
 
 __all__ = [
     "Chunk",
+    "FloatArray",
     "IntArray",
     "Layout",
     "PackedLayout",

@@ -10,8 +10,7 @@ import numpy as np
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.layout import IntArray, Layout
-from verl_pg_plugin.layout.order import FloatArray
+from verl_pg_plugin.layout import FloatArray, IntArray, Layout
 from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 

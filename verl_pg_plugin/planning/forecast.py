@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_pg_plugin.layout import IntArray, PackedLayout, Sequences
-from verl_pg_plugin.layout.order import FloatArray
+from verl_pg_plugin.layout import FloatArray, IntArray, PackedLayout, Sequences
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.memory import WeightBytes, cache_weights
