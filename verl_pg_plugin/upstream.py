@@ -229,9 +229,9 @@ def wait_before_reading_back() -> None:
 
     What: ``TritonKernel.load`` of inductor writes a barrier in front of a loop that reads a buffer of an earlier loop.
     Why: Triton stores float32 by other threads than those that load it beside bf16
-    (https://github.com/triton-lang/triton/issues/10924). A norm behind experts whose sum is float32 (AFMoE, FlexOlmo)
-    then reads what was there before: log-probs of single tokens are off by up to 0.8, at random. So does the backward
-    of a norm behind an MLP (Gemma, GLM 4) where rows are longer than 1,024.
+    (https://github.com/triton-lang/triton/issues/10924). A row of up to 256 numbers is summed by one warp, which waits
+    for no other. So in tiny models a norm behind experts whose sum is float32 (AFMoE, FlexOlmo, Kolibri) reads what was
+    there before: log-probs of single tokens are off by up to 0.8, at random.
     Kernels that torch has stored without it are not taken: the tag is in the name of what it stores.
     Versions: torch 2.11 to 2.13; 2.14 writes the barrier itself.
     Remove when: torch 2.13 is no longer supported.

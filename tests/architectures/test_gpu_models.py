@@ -151,7 +151,7 @@ def test_compiled_types_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: 
 
 
 def test_a_compiled_kernel_reads_what_it_has_written(tmp_path: Path) -> None:
-    """The sum of AFMoE's experts, in float32 beside bf16: without a barrier single tokens differ from run to run."""
+    """The float32 sum of AFMoE's experts, in rows that one warp adds up: without a barrier single tokens may differ."""
     path, loss = save_two_layers(tmp_path, "afmoe"), actor_loss(**SMOOTH_LOSS)
     engine = make_engine(path, engine={**BF16, "compile_layers": True}, model=FLASH)
     for draw in range(8):
