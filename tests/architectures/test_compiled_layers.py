@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
-from torch._dynamo.utils import counters
 
 from tests.architectures.outcome import model_class
 from tests.architectures.test_every_model import SAMPLES, assert_exact, engine_of
 from tests.architectures.test_gpu_models import COMPILED, STOCK_ATTENTION, assert_compiled_as_close
 from tests.architectures.tiny_configs import tiny_config
+from tests.engine.test_compiled_layers import assert_compiled_once, forget_graphs
 from tests.support import group
 from verl_pg_plugin.architectures import WRONG_COMPILED
 
@@ -19,8 +18,7 @@ RAGGED = [[*group(20 + 3 * i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2)] fo
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    torch._dynamo.reset()
-    counters.clear()
+    forget_graphs()
 
 
 @pytest.mark.parametrize("model_type", COMPILED)
@@ -30,12 +28,7 @@ def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_ty
         # As one product of matrices: the grouped product that a GPU runs is a loop over experts on a CPU.
         overrides["_experts_implementation"] = "batched_mm"
     engine = engine_of(model_type, tmp_path, {"compile_layers": True}, {"override_config": overrides})
-    graphs = []
-    for samples in (SAMPLES, *RAGGED):
-        assert_exact(engine, model_type, tmp_path, samples)
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0
-    assert set(graphs) == {graphs[0]}
+    assert_compiled_once(assert_exact(engine, model_type, tmp_path, samples) for samples in (SAMPLES, *RAGGED))
 
 
 @pytest.mark.parametrize("model_type", COMPILED)

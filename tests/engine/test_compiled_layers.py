@@ -1,6 +1,7 @@
 """Compiled decoder layers keep the numbers, and ragged micro-batches compile them once."""
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -35,6 +36,13 @@ def forget_graphs() -> None:
     counters.clear()
 
 
+def assert_compiled_once(runs: Iterable[Any]) -> None:
+    """The first of ``runs``, which run as they are drawn, compiles something, and the others nothing more."""
+    graphs = [counters["stats"]["unique_graphs"] for _ in runs]
+    assert graphs[0] > 0, "nothing was compiled"
+    assert set(graphs) == {graphs[0]}
+
+
 @pytest.fixture
 def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
     """An engine whose layers go through another compiler than Inductor, whose minute is for slow tests and GPUs."""
@@ -50,12 +58,9 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
 
 def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(compile_with, qwen3: str) -> None:
     """With attention computed again they are compiled by the slow tests of tests/options."""
-    compiled, graphs = compile_with("eager", splits=True), []
-    for samples in RAGGED:
-        check_exact(compiled, qwen3, make_batch(samples, max_token_len_per_gpu=BUDGET), splits=True)
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0, "nothing was compiled"
-    assert set(graphs) == {graphs[0]}
+    compiled = compile_with("eager", splits=True)
+    batches = (make_batch(samples, max_token_len_per_gpu=BUDGET) for samples in RAGGED)
+    assert_compiled_once(check_exact(compiled, qwen3, batch, splits=True) for batch in batches)
     assert not counters["recompiles"]
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from tests.architectures.tiny_configs import save_causal
 from tests.engine.ranks import check_exact_on_ranks, graphs_as_they_are, on_ranks
-from tests.engine.test_compiled_layers import RAGGED
+from tests.engine.test_compiled_layers import RAGGED, assert_compiled_once, forget_graphs
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
 from tests.options.option import Case, Option, Place, alone, covering, pairs
 from tests.options.table import BUDGET, OPTIONS, SAMPLES, case_of
@@ -70,12 +70,8 @@ COMPILED_FSDP1 = {"strategy": "fsdp", "engine": {"compile_layers": True}}
 
 def check_graphs(path: str) -> None:
     """Ragged batches make no further ones."""
-    engine, graphs = make_engine(path, **COMPILED_FSDP1), []
-    for samples in RAGGED[:3]:
-        update(engine, make_batch(samples, max_token_len_per_gpu=64))
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0, "nothing was compiled"
-    assert set(graphs) == {graphs[0]}
+    engine = make_engine(path, **COMPILED_FSDP1)
+    assert_compiled_once(update(engine, make_batch(samples, max_token_len_per_gpu=64)) for samples in RAGGED[:3])
 
 
 def check_reference_policy(rank: int, path: str) -> None:
@@ -90,8 +86,7 @@ def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
     engines = Engines(checkpoint)
     if "FSDP1" not in ranks:
         return errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
-    torch._dynamo.reset()
-    counters.clear()
+    forget_graphs()
     with graphs_as_they_are():  # a process compiles nothing twice
         check_graphs(checkpoint.model)
         errors = errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
