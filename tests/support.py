@@ -70,9 +70,9 @@ def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **over
     return str(path)
 
 
-def save_value_model(path: Path, model_type: str = "qwen3") -> str:
+def save_value_model(path: Path) -> str:
     """A token classifier with one label on the layers of ``save_tiny_model``, written by transformers."""
-    layers = save_tiny_model(path / "causal_lm", model_type)
+    layers = save_tiny_model(path / "causal_lm")
     torch.manual_seed(3)
     model = transformers.AutoModelForTokenClassification.from_pretrained(layers, num_labels=1, dtype=torch.float32)
     torch.nn.init.normal_(model.score.weight, std=0.3)
@@ -380,8 +380,8 @@ def learned(
         of_part, metrics = (loss or default_loss(batch))(model_output=outputs, data=data)
         value = value + of_part
     value.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Result({name: response_values(v, batch) for name, v in rows.items()}, gradients, value.item(), metrics)
+    outputs = {name: response_values(of_name, batch) for name, of_name in rows.items()}
+    return Result(outputs, full_gradients(model), value.item(), metrics)
 
 
 def assert_same(actual: Result, expected: Result) -> None:

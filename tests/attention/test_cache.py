@@ -9,20 +9,21 @@ from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, P
 from verl_pg_plugin.layout import Chunk, PackedLayout
 
 KEYS = Place(0, "k")
+EXCHANGE = StateExchange.of(np.arange(0), publish=np.array([2]), published=np.array([[1]]), device="cpu")
 
 
-def block(start: int, stop: int) -> CachedTokens:
+def block(stop: int) -> CachedTokens:
     """Tokens that hold their positions: four float32 each."""
-    tokens = torch.arange(start, stop, dtype=torch.float32)
+    tokens = torch.arange(stop, dtype=torch.float32)
     places = (KEYS, OUTPUTS)
-    return CachedTokens(start, stop, {p: tokens.clone() for p in places}, dict.fromkeys(places, -tokens))
+    return CachedTokens(0, stop, {p: tokens.clone() for p in places}, dict.fromkeys(places, -tokens))
 
 
 def test_tokens_that_do_not_continue_the_path_are_an_error_and_others_take_the_place_of_what_is_there() -> None:
     cache, layout = PrefixCache(), chunk(2, num_cached=1, num_kept=1, num_read_next=3)
     with pytest.raises(RuntimeError, match="do not continue 0 cached tokens"):
         cache.access(layout, publishes=True)
-    cache.blocks.append(block(0, 2))
+    cache.blocks.append(block(2))
     cache.access(layout, publishes=True)
     assert [(part.start, part.stop) for part in cache.blocks] == [(0, 1), (1, 3)]
 
@@ -31,7 +32,7 @@ def test_tokens_that_do_not_continue_the_path_are_an_error_and_others_take_the_p
 def test_tokens_that_were_taken_hold_no_memory(kept: list[int]) -> None:
     """A view of the first four tokens of a prompt would hold the whole prompt to the end of the group."""
     cache = PrefixCache()
-    cache.blocks.append(block(0, 100))
+    cache.blocks.append(block(100))
     cache.access(chunk(2, num_read_next=2), publishes=False)
     for keep in kept:
         cache.pop(keep)
@@ -76,16 +77,14 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
     assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
     with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
         access.publish_values(KEYS, own)
-    exchange = StateExchange.of(np.arange(0), publish=np.array([2]), published=np.array([[1]]), device="cpu")
-    access.exchange_states(Place(0, "state"), own, exchange)
+    access.exchange_states(Place(0, "state"), own, EXCHANGE)
     with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
-        access.exchange_states(Place(0, "state"), own, exchange)
+        access.exchange_states(Place(0, "state"), own, EXCHANGE)
 
 
 def test_a_gradient_of_a_state_that_is_missing_in_an_update_is_an_error() -> None:
     access = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[cached(torch.float32)])
-    exchange = StateExchange.of(np.arange(0), publish=np.array([2]), published=np.array([[1]]), device="cpu")
-    found, _ = access.exchange_states(Place(0, "state"), torch.zeros(2, 1, requires_grad=True), exchange)
+    found, _ = access.exchange_states(Place(0, "state"), torch.zeros(2, 1, requires_grad=True), EXCHANGE)
     with pytest.raises(KeyError, match="name='state', position=2"):
         found.sum().backward()
 

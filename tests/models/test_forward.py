@@ -144,8 +144,8 @@ def reference(path: str, critic: bool = False) -> Result:
     return support.run_reference(path, critic_batch(SAMPLES) if critic else make_batch(SAMPLES), **options)
 
 
-def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, support.VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+def random_ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, support.VOCAB, shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("side", "attention"), [("right", "eager"), ("both", ATTENTION_NAME), ("both", "sdpa")])

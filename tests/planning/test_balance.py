@@ -62,9 +62,9 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(group, prompt_of[group], responses, num_ranks, num_mini_batches)
 
 
-def grpo(num_groups: int, n: int, num_ranks: int, num_mini_batches: int = 1, seed: int = 0) -> Problem:
+def grpo(num_groups: int, n: int, num_ranks: int, num_mini_batches: int = 1) -> Problem:
     """Groups of n with long-tailed lengths, samples shuffled."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     group = generator.permutation(np.repeat(np.arange(num_groups), n))
     prompts = generator.integers(200, 4000, num_groups)[group]
     responses = np.minimum(generator.lognormal(6.5, 1.0, len(group)).astype(np.int64) + 1, 8192)
