@@ -22,10 +22,10 @@ from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, doctor, overrides
 from verl_pg_plugin.cli.overrides import compose_config, group_lines, run_lines
 from verl_pg_plugin.config import compile, rules
+from verl_pg_plugin.config.keys import ACTOR, MODEL, ROLLOUT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
 
-ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 BUDGET, BY_COUNT = (f"{ACTOR}.ppo_{limit}_per_gpu" for limit in ("max_token_len", "micro_batch_size"))
 PADDED = f"{MODEL}.use_remove_padding=False"
 PLATFORM = {"status": OK, "what": "platform", "text": "CPUPlatform"}

@@ -18,11 +18,11 @@ from tests.fresh import run_fresh
 from verl_pg_plugin import main_ppo
 from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
 from verl_pg_plugin.config.engage import engage, engage_or_exit
+from verl_pg_plugin.config.keys import ACTOR, REF
 from verl_pg_plugin.config.mode import mode_by_flags
 from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
 from verl_pg_plugin.issue import ConfigError
 
-ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 QAT = f"{ACTOR}.fsdp_config.qat"
 FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
 

@@ -6,10 +6,10 @@ from omegaconf import DictConfig
 
 from verl_pg_plugin import compat
 from verl_pg_plugin.config import Mode, preflight
+from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT
 from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import Issue
 
-ACTOR, REF, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model", "rollout"))
 SP = f"{ACTOR}.ulysses_sequence_parallel_size"
 SEPARATE = (
     "trainer.v1.trainer_mode=separate_async data.train_batch_size=1024 "

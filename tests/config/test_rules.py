@@ -10,17 +10,17 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.model import MtpConfig
 
 from verl_pg_plugin.config import Mode, rules
+from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT
+from verl_pg_plugin.config.mode import SP_SIZE as SP
 from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.preflight import sharing_issues
 from verl_pg_plugin.config.rules import RULES, STOCK, check_engine, engine_of, roles_of
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS
 
-ACTOR, REF, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model", "rollout"))
 PACKED, PADDED = Mode.PACKED, Mode.PADDED_GROUPS
 GAE = f"{CRITIC} {ROLLOUT}.n=4 "
 
-SP = "ulysses_sequence_parallel_size"
 NEXT, VL = f"{MODEL}.path={{models}}/qwen3_next", f"{MODEL}.path={{models}}/qwen3_vl"
 FUSED, COMPILED = f"{MODEL}.use_fused_kernels=True", "++prefix_grouper.compile_layers=True"
 BACKEND, UNPADDED = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.use_remove_padding=False"
@@ -99,7 +99,7 @@ def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
         check_engine(*engine_configs(config, REF))
 
 
-def test_what_a_machine_lacks_is_refused_with_the_command(config_of, models, monkeypatch) -> None:
+def test_what_a_machine_lacks_is_refused_with_the_command(config_of, monkeypatch) -> None:
     find_spec = rules.importlib.util.find_spec
     for name, mixer in MIXERS.items():
         lacking = replace(mixer, machine_obstacles=lambda device: ["no fla: pip install fla-core"])

@@ -12,10 +12,10 @@ from test_rules import assert_refused_alike, engine_configs, errors
 
 from verl_pg_plugin.config import PrefixGrouperVeOmniEngineConfig, engine_config, rules
 from verl_pg_plugin.config.engage import engage
+from verl_pg_plugin.config.keys import ACTOR, MODEL, REF
 from verl_pg_plugin.config.preflight import RAY_INIT, preflight
 from verl_pg_plugin.issue import Issue
 
-ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model"))
 FLAG = f"{ACTOR}.use_prefix_grouper=True"
 KEY = f"{ACTOR}.veomni"
 

@@ -11,6 +11,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
+from verl_pg_plugin.config.keys import ACTOR, MODEL
 
 
 class Place(Enum):
@@ -23,7 +24,6 @@ class Place(Enum):
     WEIGHTS = "weights are sharded, moved, gathered and updated"
 
 
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FSDP = f"{ACTOR}.fsdp_config"
 ENGINE_FIELDS = {*PrefixGrouperEngineConfig.__dataclass_fields__, *PrefixGrouperOptions.__dataclass_fields__}
 

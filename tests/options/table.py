@@ -3,8 +3,9 @@
 import torch
 
 from tests.engine.test_exactness import MIXED
-from tests.options.option import ACTOR, FSDP, MODEL, Case, Option, Place
+from tests.options.option import FSDP, Case, Option, Place
 from tests.support import group
+from verl_pg_plugin.config.keys import ACTOR, MODEL
 
 CUT, TOKENS, HEAD, LAYERS, WEIGHTS = Place
 

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.options.option import ACTOR, FSDP, MODEL
+from tests.options.option import FSDP
 from tests.options.table import case_of
 from tests.test_end_to_end import assert_shared, train
 from verl_pg_plugin.config import Mode
-
-REF, ROLLOUT = "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
