@@ -144,9 +144,7 @@ def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> t
     A piece has the prefixes of one level: those below as many others that are long enough. So none lies below another.
     Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
     """
-    num_cached = layout.num_cached
-    cached = layout.kv_index < num_cached
-    num_read = np.add.reduceat(cached, layout.cu_seqlens_k[:-1], dtype=np.int64)
+    num_cached, num_read = layout.num_cached, layout.num_cached_keys
     ends = np.unique(np.append(num_read[num_read > 0], num_cached))[: None if num_cached else 0]
     # Nodes of the tree in the order of their tokens: cached ones, each below the one before it, then the segments.
     of_cached = np.where(num_read > 0, np.searchsorted(ends, num_read), -1)

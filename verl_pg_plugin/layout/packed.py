@@ -123,6 +123,11 @@ class PackedLayout:
         return self.segment_start, np.diff(self.cu_seqlens_q)
 
     @property
+    def num_cached_keys(self) -> IntArray:
+        """(S,) keys of each segment that are cached, which come first."""
+        return np.add.reduceat(self.kv_index < self.num_cached, self.cu_seqlens_k[:-1], dtype=np.int64)
+
+    @property
     def resumed_at(self) -> IntArray:
         """Positions, ascending, at which segments go on behind cached tokens."""
         return np.unique(self.segment_start[(self.segment_parent < 0) & (self.segment_start > 0)])

@@ -64,8 +64,7 @@ class Windows:
         place = layout.segment_start[:, None] + offset  # among the keys of each segment
         ends = layout.segment_start + np.diff(layout.cu_seqlens_q)
         missing = (place < 0) | (place >= ends[:, None])
-        resumed_at, is_cached = layout.resumed_at, layout.kv_index < layout.num_cached
-        start = np.add.reduceat(is_cached, layout.cu_seqlens_k[:-1], dtype=np.int64)  # of the root above each segment
+        resumed_at, start = layout.resumed_at, layout.num_cached_keys  # where the root above each segment starts
         num_read = len(resumed_at) * reach
 
         def tokens_at(segment: IntArray, place: IntArray) -> IntArray:
