@@ -12,6 +12,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.kernels import gpus
+from verl_pg_plugin.mixers.attention import layer_types
 from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, install
 from verl_pg_plugin.mixers.mixer import Mixer
 
@@ -61,7 +62,7 @@ def token_flops(config: PretrainedConfig) -> float:
 
 def state_sizes(config: PretrainedConfig) -> tuple[int, int]:
     """A K x V matrix per head of values, and the tokens that the convolution sees in front of its own."""
-    layers = list(config.layer_types)[: config.num_hidden_layers].count(LINEAR)
+    layers = layer_types(config).count(LINEAR)
     values = config.linear_num_value_heads * config.linear_value_head_dim
     channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
     return layers * config.linear_key_head_dim * values, layers * (config.linear_conv_kernel_dim - 1) * channels
