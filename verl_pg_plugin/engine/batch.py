@@ -76,15 +76,16 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
     if not input_ids.is_nested:
         raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
     tokens, offsets = _numpy(input_ids.values()), _numpy(input_ids.offsets()).astype(np.int64)
+    lengths = np.diff(offsets)
     if supervised:
         prompt_lengths = _before_loss(_numpy(data["loss_mask"].values()), offsets)
-        response_lengths = np.diff(offsets) - prompt_lengths
+        response_lengths = lengths - prompt_lengths
     else:
         prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
-    for found, what in ((prompt_lengths < 1, "an empty prompt"), (np.diff(offsets) < 2, "a single token")):
+    for found, what in ((prompt_lengths < 1, "an empty prompt"), (lengths < 2, "a single token")):
         if found.any():
             raise BatchError(f"sequence {int(np.argmax(found))} has {what}; drop such rows from the data")
-    lengths, both = np.diff(offsets), prompt_lengths + response_lengths
+    both = prompt_lengths + response_lengths
     if (wrong := both != lengths).any():
         at = int(np.argmax(wrong))
         raise BatchError(
