@@ -5,7 +5,7 @@ Shape legend: B sequences, S padded length, T packed tokens, L tokens of this ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ def pack_padded(
     cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a sequence of padding alone is no segment
     kernel = kernel_of(config._attn_implementation, input_ids.device.type)
     segments = PackedAttention.unshared(kernel, cu_seqlens, int(max_seqlen), len(tokens))
-    return _over_ranks(PackedInputs(tokens.T, positions.T, segments, (indices, *input_ids.shape)))
+    return _over_ranks(tokens.T, positions.T, segments, (indices, *input_ids.shape))
 
 
 def shared_inputs(
@@ -118,7 +118,7 @@ def shared_inputs(
             raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
-    return _over_ranks(PackedInputs(input_ids, position_ids, PackedAttention(layout, kernel)))
+    return _over_ranks(input_ids, position_ids, PackedAttention(layout, kernel))
 
 
 def _padded_groups(
@@ -166,14 +166,15 @@ def kernel_of(implementation: str, device_type: str) -> Kernel:
     return select_kernel(KERNEL_NAMES[implementation], device_type)
 
 
-def _over_ranks(inputs: PackedInputs) -> PackedInputs:
+def _over_ranks(
+    input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext, padded: tuple[Any, ...] = ()
+) -> PackedInputs:
     """Pad (1, T) tokens to a multiple of verl's Ulysses group and keep this rank's slice, if there is a group."""
-    sp_size = get_ulysses_sequence_parallel_world_size()
-    if sp_size == 1 or inputs.prefix_grouper is None:
-        return inputs
-    inputs.prefix_grouper.group = get_ulysses_sequence_parallel_group()
-    input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(inputs.input_ids, inputs.position_ids, sp_size)
-    return replace(inputs, input_ids=input_ids, position_ids=position_ids, num_sp_padding=padding)
+    sp_size, num_padding = get_ulysses_sequence_parallel_world_size(), None
+    if sp_size > 1:
+        context.group = get_ulysses_sequence_parallel_group()
+        input_ids, position_ids, num_padding = ulysses_pad_and_slice_inputs(input_ids, position_ids, sp_size)
+    return PackedInputs(input_ids, position_ids, context, padded, num_padding)
 
 
 class PackedAttentionMixin(nn.Module):
