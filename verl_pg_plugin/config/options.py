@@ -64,7 +64,7 @@ OPTION_NAMES = tuple(option.name for option in fields(PrefixGrouperOptions))
 _EVERY = r"every_([1-9]\d*)"
 
 _WORDS: dict[str, tuple[str, ...]] = {
-    "attention_kernel": tuple(ATTENTION_KERNELS),
+    "attention_kernel": ATTENTION_KERNELS,
     "activations": ("auto", *(level.value for level in Level)),
     "carry": ("auto", "never"),
 }

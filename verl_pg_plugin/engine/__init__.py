@@ -1,1 +1,1 @@
-"""verl's FSDP engine with packed mode behind its input, output and micro-batch seams."""
+"""verl's FSDP and VeOmni engines with shared prefixes."""
