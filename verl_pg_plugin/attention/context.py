@@ -88,6 +88,13 @@ class AttentionContext(ABC):
         return out if self.perturb is None else self.perturb(out)
 
 
+def heads_obstacle(heads: int, kv_heads: int, ranks: int) -> str:
+    """Why each rank cannot get as many query heads, and key/value heads of its own or whole copies of one, if so."""
+    if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
+        return ""
+    return f"{heads} query and {kv_heads} key/value heads cannot be spread over {ranks} ranks"
+
+
 class PackedAttention(AttentionContext):
     """T packed tokens, all on this rank or an equal slice on each rank of a group.
 
@@ -107,12 +114,9 @@ class PackedAttention(AttentionContext):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """With a group, a collective of its ranks; ValueError where heads cannot be spread over them."""
         if self.group is not None:
-            ranks, num_heads, num_kv_heads = dist.get_world_size(self.group), query.shape[1], key.shape[1]
-            if num_heads % ranks or (num_kv_heads % ranks and ranks % num_kv_heads):
-                raise ValueError(
-                    f"{num_heads} query and {num_kv_heads} key/value heads cannot be spread over {ranks} ranks; "
-                    "set ulysses_sequence_parallel_size to a divisor of both"
-                )
+            ranks, num_kv_heads = dist.get_world_size(self.group), key.shape[1]
+            if why := heads_obstacle(query.shape[1], num_kv_heads, ranks):
+                raise ValueError(f"{why}; set ulysses_sequence_parallel_size to a divisor of both")
             # A rank needs at least one key/value head of its own.
             repeats = max(ranks // num_kv_heads, 1)
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))

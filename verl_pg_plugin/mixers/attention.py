@@ -4,6 +4,7 @@ from collections import Counter
 
 from transformers import PretrainedConfig
 
+from verl_pg_plugin.attention.context import heads_obstacle
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import AttentionNeeds
 from verl_pg_plugin.mixers.mixer import Mixer, PairCost
@@ -21,12 +22,9 @@ def prepare(config: PretrainedConfig) -> None:
 
 
 def ulysses_obstacle(config: PretrainedConfig, ranks: int) -> str:
-    """Each rank gets as many query heads, and key/value heads of its own or whole copies of one."""
     heads = getattr(config, "num_attention_heads", 0)  # 0: a config of the checkpoint's own names them otherwise
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if not heads or (heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)):
-        return ""
-    return f"{heads} query and {kv_heads} key/value heads cannot be spread over {ranks} ranks"
+    return heads_obstacle(heads, kv_heads, ranks) if heads else ""
 
 
 def pair_costs(config: PretrainedConfig) -> tuple[PairCost, ...]:
