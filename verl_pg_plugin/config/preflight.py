@@ -312,7 +312,7 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             continue
         if ranks % size:
             why = f"{size} ranks that share tokens do not divide {ranks} ({nodes} times {per_node})"
-            hf_config, issues = read_checkpoint(config, CRITIC_MODEL if role == CRITIC else MODEL)
+            hf_config, issues = read_checkpoint(config, engine.model_section)
             smaller = rules.smaller_ulysses(replace(engine, hf_config=None if issues else hf_config))
             yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={smaller}")
         elif role != REF and prompts and (prompts * responses % (parts := ranks // size) or prompts < parts * shares):
