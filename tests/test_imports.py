@@ -1,4 +1,4 @@
-"""Imports go down the floors of docs/design.md, no two modules import each other, and index maths stays light."""
+"""Imports go down the levels of docs/design.md, no two modules import each other, and index maths stays light."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "verl_pg_plugin"
-FLOORS = (
+LEVELS = (
     {"issue", "layout", "packing", "upstream", "compat", "after_import"},
     {"attention"},
     {"mixers", "modalities", "architectures", "models", "cpu"},
@@ -45,7 +45,7 @@ def graph_of(package: Path) -> dict[str, set[str]]:
     graph = {}
     for name, file in files.items():
         found = imports_of(file)
-        # ``from package.room import module`` names the room too, whose __init__ it does not need.
+        # ``from verl_pg_plugin.layout import order`` names the package too, whose __init__ it does not need.
         ours = {max((m for m in files if i == m or i.startswith(f"{m}.")), key=len, default=i) for i in found}
         graph[name] = {i for i in ours if not any(j != i and j.startswith(f"{i}.") for j in ours & set(files))} - {name}
     return graph
@@ -63,14 +63,14 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def floor_of(module: str) -> int:
-    return next(number for number, rooms in enumerate(FLOORS) if module.split(".")[1] in rooms)
+def level_of(module: str) -> int:
+    return next(number for number, packages in enumerate(LEVELS) if module.split(".")[1] in packages)
 
 
 @pytest.mark.parametrize("module", sorted(name for name in GRAPH if "." in name))
-def test_no_import_runs_up_a_floor(module: str) -> None:
+def test_no_import_runs_up_a_level(module: str) -> None:
     ours = {name for name in GRAPH[module] if name.startswith("verl_pg_plugin.")}
-    assert not {name for name in ours if floor_of(name) > floor_of(module)}
+    assert not {name for name in ours if level_of(name) > level_of(module)}
 
 
 def test_no_two_modules_import_each_other() -> None:

@@ -23,7 +23,7 @@ FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(2.6e5), PairCost(2.6e5, window=4096)
 
 @dataclass(frozen=True)
 class Problem:
-    """B sequences in groups, and the cells (rank x mini-batch) they are dealt to."""
+    """B sequences in groups, and how many bins (rank x mini-batch) they go to."""
 
     group: np.ndarray
     prompt_lengths: np.ndarray
@@ -38,15 +38,15 @@ class Problem:
         with patch.object(balance, "LEVEL", balance.LEVEL if may_cut else np.inf):
             return balance_groups(order, self.group, self.response_lengths, FLOPS.segments, *shape)
 
-    def cells(self, order: np.ndarray) -> list[np.ndarray]:
+    def bins(self, order: np.ndarray) -> list[np.ndarray]:
         return np.split(order, self.num_ranks * self.num_mini_batches)
 
-    def cost(self, cell: np.ndarray) -> float:
+    def cost(self, held: np.ndarray) -> float:
         """Forward FLOPs of a packed layout: prompts once and one token shorter than they are."""
-        prompts = {int(self.group[s]): int(self.prompt_lengths[s]) for s in cell}
+        prompts = {int(self.group[s]): int(self.prompt_lengths[s]) for s in held}
         segments = [
             *((0, p - 1, 0) for p in prompts.values()),
-            *((self.prompt_lengths[s] - 1, self.response_lengths[s], self.response_lengths[s]) for s in cell),
+            *((self.prompt_lengths[s] - 1, self.response_lengths[s], self.response_lengths[s]) for s in held),
         ]
         return float(FLOPS.segments(*np.array(segments).T).sum())
 
@@ -75,16 +75,16 @@ def grpo(num_groups: int, n: int, num_ranks: int, num_mini_batches: int = 1) -> 
 def test_the_order_is_a_permutation_with_the_costs_and_cuts_that_are_reported(problem: Problem) -> None:
     balance = problem.solve()
     assert sorted(balance.order.tolist()) == list(range(len(problem.group)))
-    bins = problem.cells(balance.order)
-    assert balance.cost.ravel().tolist() == pytest.approx([problem.cost(cell) for cell in bins])
+    bins = problem.bins(balance.order)
+    assert balance.cost.ravel().tolist() == pytest.approx([problem.cost(held) for held in bins])
     waits = balance.cost.max(axis=0).sum() * problem.num_ranks
     assert balance.slowest_over_mean == pytest.approx(waits / balance.cost.sum())
-    bins_of = [sum(bool((problem.group[cell] == g).any()) for cell in bins) for g in np.unique(problem.group)]
+    bins_of = [sum(bool((problem.group[held] == g).any()) for held in bins) for g in np.unique(problem.group)]
     assert sum(number > 1 for number in bins_of) == balance.num_cut_groups
-    parts_of = [int(np.count_nonzero(np.diff(problem.group[cell]))) + 1 for cell in bins]
-    assert parts_of == [len(np.unique(problem.group[cell])) for cell in bins], "groups lie together: a critic cuts bins"
+    parts_of = [int(np.count_nonzero(np.diff(problem.group[held]))) + 1 for held in bins]
+    assert parts_of == [len(np.unique(problem.group[held])) for held in bins], "groups lie together: a critic cuts bins"
     by_mini_batch = [bins[j :: problem.num_mini_batches] for j in range(problem.num_mini_batches)]
-    firsts = [min(int(cell.min()) for cell in mini_batch) for mini_batch in by_mini_batch]
+    firsts = [min(int(held.min()) for held in mini_batch) for mini_batch in by_mini_batch]
     assert firsts == sorted(firsts), "no mini-batch is put off for being long"
     expensive_first = np.sort(balance.cost, axis=None)[::-1]
     assert balance.time == pytest.approx(expensive_first[:: problem.num_ranks].sum()), "like bins make a mini-batch"
@@ -111,7 +111,7 @@ def test_ranks_finish_together_and_a_large_batch_is_balanced_in_a_second(num_gro
 @pytest.mark.parametrize(
     ("lengths", "sums"),
     [
-        # Dealt dearest first to the cheaper rank with room they are 90 68 1 and 70 69 40.
+        # Most expensive first to the cheaper rank with room they are 90 68 1 and 70 69 40.
         ([90, 70, 69, 68, 40, 1], [161, 177]),
         # An exchange must not make the cheap rank the slowest.
         ([60, 30, 40, 10, 10, 10, 20, 90, 80], [110, 120, 120]),
@@ -128,7 +128,7 @@ def test_a_group_larger_than_a_mini_batch_is_cut_into_as_few_parts_as_it_can_be(
     problem = Problem(group, np.full(8, 10), np.full(8, 10), num_ranks=2, num_mini_batches=1)
     balance = problem.solve()
     assert balance.num_cut_groups == 1
-    assert sorted(np.bincount(group[cell], minlength=3).tolist() for cell in problem.cells(balance.order)) in (
+    assert sorted(np.bincount(group[held], minlength=3).tolist() for held in problem.bins(balance.order)) in (
         [[2, 1, 1], [4, 0, 0]],
         [[3, 0, 1], [3, 1, 0]],
     )
