@@ -2,20 +2,18 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from smoke_runs import DEATHS
 
 from tests.fresh import python
 from verl_pg_plugin.config import Mode
 
 REPOSITORY = Path(__file__).parent.parent
-# What a process that dies of an exception or a signal leaves in the log of a run.
-DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 PLAIN, IMAGES = "run_qwen3_pg.sh", "run_qwen3_vl_pg.sh"
 SPLITS = ("train", "test")
 MADE: dict[str, Path] = {}
