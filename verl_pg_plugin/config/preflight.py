@@ -49,12 +49,7 @@ RAY_INIT = "ray_kwargs.ray_init"
 
 
 def check(config: DictConfig, *, asks_verl: bool = False) -> None:
-    """Pass, and log warnings, or raise one error that lists all that is certain to fail.
-
-    Raises:
-        ConfigError: ``preflight`` finds errors.
-        omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
-    """
+    """Log what ``preflight`` warns of, and raise one ConfigError that lists its errors, if there are any."""
     if differing := compat.untested():
         doctor = "python -m verl_pg_plugin doctor --full looks at the names that are built on"
         logger.warning("verl_pg_plugin: %s; %s", "; ".join(differing), doctor)
