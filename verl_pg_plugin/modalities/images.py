@@ -221,12 +221,13 @@ def _build_keys(
     unusual = (steps != 1).any(axis=0)
     key_of: dict[Hashable, int] = {}
     known: dict[Hashable, list[torch.Tensor]] = {}
-    for start, image in ((start, image) for start, of_one in zip(starts, images, strict=True) for image in of_one):
-        span = slice(start + image.first, start + image.first + image.num_tokens)
-        shown = (_content(known, image), steps[:, span].tobytes())
-        keys[span] = FIRST_KEY + key_of.setdefault(shown, len(key_of))
-        inside[span] = np.arange(image.num_tokens)
-        unusual[span] = False
+    for start, of_one in zip(starts, images, strict=True):
+        for image in of_one:
+            span = slice(start + image.first, start + image.first + image.num_tokens)
+            shown = (_content(known, image), steps[:, span].tobytes())
+            keys[span] = FIRST_KEY + key_of.setdefault(shown, len(key_of))
+            inside[span] = np.arange(image.num_tokens)
+            unusual[span] = False
     for at in np.flatnonzero(unusual).tolist():  # the first token behind an image, as a rule
         keys[at] = FIRST_KEY + key_of.setdefault((int(tokens[at]), steps[:, at].tobytes(), "token"), len(key_of))
     return keys, inside

@@ -6,6 +6,7 @@ every sequence alone, filled into as many tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -116,7 +117,7 @@ def forecast(
         of_phase = replace(levels, room=None) if forward_only else levels  # no layer keeps anything for a backward
         groups = cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=of_phase)
         priced = np.zeros(3)
-        for layout in (layout for group in groups for layout in lay_out(group, batch, forward_only)):
+        for layout in chain.from_iterable(lay_out(group, batch, forward_only) for group in groups):
             labels, seen = len(layout.head_index), float(flops.attention(*layout.segments).sum())
             level = levels.choose(layout.num_tokens, labels, **layout.cache_use)
             priced += price(forward_only, layout.num_tokens, seen, labels, attends_again=not level.keeps_attention)
