@@ -211,6 +211,14 @@ def test_whole_groups_are_packed_together_longest_first() -> None:
     assert members(cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)) == [[0, 1], [2]]
 
 
+def test_groups_of_one_micro_batch_are_parted_where_another_rank_needs_one_more() -> None:
+    tokens, shared = np.array([7, 6, 52, 18, 31, 27, 45, 43]), np.array([0, 6, 0, 0, 0, 0, 0, 0])
+    order, weights = PrefixOrder(np.arange(8), tokens, shared), CacheWeights(0.5, 0.5)
+    plans = [members(cut_micro_batches(order, MicroBatchLimits(62, 2), weights, ranks)) for ranks in (1, 6)]
+    assert [len(plan) for plan in plans] == [5, 6]
+    assert all(sorted(sum(plan, [])) == list(range(8)) for plan in plans)
+
+
 def test_a_system_prompt_shared_by_all_questions_does_not_tear_their_groups_apart() -> None:
     prompts = [(*range(50), 60 + q, *range(30)) for q in range(6)]
     batch = batch_of(*[(prompt, (i, i)) for i in range(4) for prompt in prompts])
