@@ -192,6 +192,8 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     assert "a rank gets 1 of the 4 responses of a prompt" in caplog.text
     assert f"; {ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=24" in caplog.text
     assert f"mini-batches get sequences, not groups; {ACTOR}.shuffle=False" in caplog.text
+    check(config_of(f"{CRITIC} data.train_batch_size=0 async_training.require_batches=2 critic.shuffle=True"))
+    assert "mini-batches get sequences, not groups; critic.shuffle=False" in caplog.text
     check(config_of("prefix_grouper.carry=never", Mode.RMPAD))
     assert f"++prefix_grouper have no effect; {ACTOR}.use_prefix_grouper=True" in caplog.text
     assert "attention over shared prefixes runs in its place" in caplog.text

@@ -129,10 +129,12 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
     if log_probs != update:
         why = f"verl's workers assert that it is {ACTOR}.use_dynamic_bsz, which is {update}"
         yield Issue(f"{DYNAMIC_LOG_PROBS}={log_probs}", why, f"{DYNAMIC_LOG_PROBS}={update}")
-    several = count_of(config, "data.train_batch_size") > count_of(config, f"{ACTOR}.ppo_mini_batch_size")
-    several &= not str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async")  # one at a time
-    if several and OmegaConf.select(config, shuffle := f"{ACTOR}.shuffle"):
-        yield Issue(f"{shuffle}=True", "mini-batches get sequences, not groups", f"{shuffle}=False", is_warning=True)
+    one = str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async")  # mini-batch at a time
+    of_stream = count_of(config, "async_training.require_batches") > 1  # mini-batches, of a fully async run
+    for role in rules.roles_of(config):
+        batch, size = (count_of(config, key) for key in ("data.train_batch_size", f"{role}.ppo_mini_batch_size"))
+        if (of_stream or (batch > size and not one)) and OmegaConf.select(config, key := f"{role}.shuffle"):
+            yield Issue(f"{key}=True", "mini-batches get sequences, not groups", f"{key}=False", is_warning=True)
     if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
         loss_mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
         if OmegaConf.select(config, "distillation.enabled") and loss_mode == "forward_kl_topk":
