@@ -322,7 +322,7 @@ def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: 
 @pytest.mark.parametrize(
     ("asked", "state", "said"),
     [
-        ([f"{BUDGET}=1600"], OK, "it stays whole where memory holds it, else it is split into chunks, which read"),
+        ([f"{BUDGET}=1600.0"], OK, "it stays whole where memory holds it, else it is split into chunks, which read"),
         ([f"{BUDGET}=1600", "prefix_grouper.carry=never"], WARN, "chunks that each compute the prompt again"),
         ([f"{BUDGET}=1200", f"{ACTOR}.ulysses_sequence_parallel_size=2"], OK, "holds it whole"),
         ([f"{ACTOR}.use_dynamic_bsz=False", f"{BY_COUNT}=2"], OK, "which read the prefix KV"),

@@ -178,7 +178,7 @@ def test_losses_that_look_at_a_micro_batch_alone_are_warned_of(overrides: str, m
 
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
-    short = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=64"
+    short = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=64.0"
     by_cut = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=77"
     check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {short} {by_cut}"))
     assert f"; {ACTOR}.loss_scale_factor=77" in caplog.text

@@ -50,9 +50,9 @@ def machine_issues(config: DictConfig) -> Iterator[Issue]:
 
 
 def count_of(config: DictConfig, key: str) -> int:
-    """A positive integer; 0 for all else."""
+    """A positive number, as an integer; 0 for all else. verl takes limits of a micro-batch as floats too."""
     value = OmegaConf.select(config, key)
-    return value if type(value) is int and value > 0 else 0
+    return int(value) if type(value) in (int, float) and 0 < value < float("inf") else 0
 
 
 def _gpus(config: DictConfig) -> Iterator[Issue]:
