@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
+MODE = "mode"  # what the line is about whose fix switches sharing on; it has none where prefixes are shared
 
 
 class CommandError(Exception):

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_pg_plugin import compat, register
 from verl_pg_plugin.attention.kernels import KERNELS, gpus
-from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, Section, in_columns
+from verl_pg_plugin.cli import FAIL, MODE, OK, WARN, Check, CommandError, Section, in_columns
 
 NAME = "verl_pg_plugin"
 POLICY, MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
@@ -78,7 +78,7 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
         for check, line in zip(checks, lines, strict=True):
             sys.stdout.write(f"  {line}\n" + (f"        fix: {check.fix}\n" if check.fix else ""))
     problems = sum(check["status"] == FAIL for check in found)
-    ready = next((f"off; {x['fix']} switches it on" for x in found if x["what"] == "mode" and x["fix"]), "ready")
+    ready = next((f"off; {x['fix']} switches it on" for x in found if x["what"] == MODE and x["fix"]), "ready")
     ready = f"not ready ({problems} problem{'s' if problems > 1 else ''})" if problems else ready
     if as_json:
         sys.stdout.write(

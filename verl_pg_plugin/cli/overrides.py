@@ -13,7 +13,7 @@ from verl.utils.device import auto_set_device, get_device_name
 
 from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
-from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError
+from verl_pg_plugin.cli import FAIL, MODE, OK, WARN, Check, CommandError
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.engage import add_sections
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
@@ -54,9 +54,9 @@ def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
     mode, device, hf_config = mode_of(config), get_device_name(), read_checkpoint(config)[0]
     issues = preflight(config, asks_verl=asks_verl)
     flags = ", ".join(f"{key}={OmegaConf.select(config, key)}" for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING))
-    lines = [Check(OK, "mode", f"{mode.value} ({flags})")]
+    lines = [Check(OK, MODE, f"{mode.value} ({flags})")]
     if not mode.shares_prefixes:
-        lines = [Check(WARN, "mode", f"{mode.value}, which shares nothing ({flags})", f"{USE_PREFIX_GROUPER}=True")]
+        lines = [Check(WARN, MODE, f"{mode.value}, which shares nothing ({flags})", f"{USE_PREFIX_GROUPER}=True")]
     if mode is Mode.RMPAD and hf_config and (fault := rmpad_fault(hf_config, device)):
         issues = [*issues, fault]
     if mode.shares_prefixes and not any(ATTENTION_KERNEL in issue.setting for issue in issues):
