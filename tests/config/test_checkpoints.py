@@ -103,7 +103,7 @@ def test_a_model_in_the_cache_is_looked_at(issues_of, tmp_path, monkeypatch):
     assert "attention_dropout" in issues_of("somebody/model")[0].why
 
 
-@pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_architecture"}', "{}"])
+@pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_architecture"}', "{}", "7"])
 def test_an_unreadable_config_or_one_without_architecture_is_one_line(issues_of, tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     (issue,) = issues_of(tmp_path)
@@ -121,6 +121,8 @@ def test_code_of_a_checkpoint_never_runs_in_front_of_ray(issues_of, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(own))
     assert f"{MODEL}.trust_remote_code=True" in issues_of(tmp_path)[0].fix
     assert issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True}) == []
+    (tmp_path / "config.json").write_text(json.dumps({**own, "vision_config": {}}))
+    assert "own is multimodal" in issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True})[0].why
     assert not marker.exists()
 
 

@@ -25,6 +25,7 @@ from verl_pg_plugin.architectures import OVERRIDE, architecture_issues
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, ROLLOUT, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.modalities import modality_obstacles
 
 GPUS_PER_NODE, RAY_GPUS = "trainer.n_gpus_per_node", "ray_kwargs.ray_init.num_gpus"
 PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
@@ -159,8 +160,10 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         fix = f"{key}=<folder written by save_pretrained>"
         return None, [Issue(setting, "the folder has no config.json", fix)]
     trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))
-    hf_config, own = None, f"{section}.override_config"
+    hf_config, own, stated = None, f"{section}.override_config", dict[str, Any]()
+    others = f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
     try:
+        stated, _ = PretrainedConfig.get_config_dict(folder)
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         entry = OmegaConf.select(config, own)  # applied as verl's HFModelConfig applies it
         overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
@@ -168,7 +171,9 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
             own, overrides = f"{own}.model_config", overrides["model_config"]
         update_model_config(hf_config, override_config_kwargs=overrides)
     except Exception as error:  # whatever a class of configs raises, of overrides that do not fit it too
-        brings_code = "auto_map" in Path(folder, "config.json").read_text(errors="replace")
+        brings_code = "auto_map" in stated
+        if shares and brings_code and (found := modality_obstacles(OmegaConf.create(stated))):
+            return None, [Issue(setting, found[0], others)]  # a class of its own hands it on to the engine
         if not shares or (trusted and brings_code) or OmegaConf.select(config, f"{section}.external_lib"):
             return None, []  # code of the user's own may read it, in the workers
         if hf_config is not None:
@@ -186,6 +191,6 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         return hf_config, [Issue(setting, why, fix)]
     issues = []
     for issue in architecture_issues(hf_config, trusted, value_model=section == CRITIC_MODEL):
-        fix = issue.fix.replace(OVERRIDE, own) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
+        fix = issue.fix.replace(OVERRIDE, own) or others
         issues.append(Issue(issue.setting.replace(OVERRIDE, own) or setting, issue.why, fix))
     return hf_config, issues
