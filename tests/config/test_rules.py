@@ -106,10 +106,10 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, monkeypatch
         monkeypatch.setitem(MIXERS, name, lacking)
     assert "pip install fla-core" in errors(config_of(NEXT))[0].why
     monkeypatch.undo()
-    monkeypatch.setattr(
-        rules.importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
-    )
+    lacking = "prefix_grouper", "liger_kernel"
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None if name in lacking else find_spec(name))
     assert errors(config_of("", PADDED))[0].fix.startswith("pip install prefix_grouper, or ")
+    assert errors(config_of(f"{MODEL}.use_liger=True"))[0].fix.startswith("pip install liger-kernel, or ")
     monkeypatch.setattr(rules, "compiler_obstacle", lambda *asked: "no compiler")
     assert errors(config_of(f"{COMPILED} {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2"))[0].why == "no compiler"
     monkeypatch.setattr(rules, "FLOAT32_ANGLE_TYPES", {"qwen3"})

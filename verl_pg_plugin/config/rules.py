@@ -238,6 +238,9 @@ def packages(engine: Engine) -> Iterator[Issue]:
     if engine.on_veomni and importlib.util.find_spec("veomni") is None:
         why = "verl's VeOmni engine needs the package veomni, which is not installed"
         yield Issue(f"{engine.role}.strategy={VEOMNI}", why, "pip install veomni, or model_engine=dp")
+    if engine.of_model("use_liger") and not (engine.on_veomni or importlib.util.find_spec("liger_kernel")):
+        setting, why = engine.model_setting("use_liger"), "it needs the package liger-kernel, which is not installed"
+        yield Issue(setting, why, f"pip install liger-kernel, or {engine.model_section}.use_liger=False")
 
 
 def attention_kernel(engine: Engine) -> Iterator[Issue]:
