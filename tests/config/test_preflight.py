@@ -129,6 +129,7 @@ REFUSED: list[tuple[str, str, str]] = [
     (TOP_K, "no teacher on hf for its likeliest tokens", "=k3"),
     (f"+{BESIDE}.a.inference.name=vllm +{BESIDE}.b.inference.name=hf {TOP_K}", "no teacher on hf", "=k3"),
     (f"{TOP_K} {TEACHER}.inference.name=vllm {MODEL}.use_fused_kernels=True", "never have the logits that", "=False"),
+    (f"trainer.use_v1=False data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=4", "divide", "train_batch_size=8"),
     ("prefix_grouper.attention_kernel=flash_attn_2", "needs a cuda device", "=auto"),
     (f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", "workers assert that", "=False"),
     (f"{MODEL}.use_remove_padding=False {ACTOR}.use_dynamic_bsz=True", "through the middle", "packed mode"),

@@ -300,6 +300,7 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
     """Numbers of sequences and ranks that verl's workers find out about after the first rollouts."""
     n, batch, per_node, nodes = f"{ROLLOUT}.n", "data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"
     responses, ranks = count_of(config, n), count_of(config, per_node) * count_of(config, nodes)
+    fills = any(OmegaConf.select(config, key) for key in ("trainer.use_v1", "data.gen_batch_size"))  # up, or otherwise
     if not responses * ranks:
         return  # of which ``_counts`` speaks
     for role in rules.roles_of(config):
@@ -321,6 +322,9 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             steps = count_of(config, batch) // prompts  # as many as before, which some trainers hold to
             fix = f"{key}={more}" + f" {batch}={more * max(steps, 1)}" * (count_of(config, batch) > 0)
             yield Issue(f"{key}={prompts}", why, fix, is_warning=not rest)
+        elif role != REF and prompts and (whole := count_of(config, batch)) % prompts and not fills:
+            why = f"does not divide {batch}={whole}, which verl's V0 trainer asserts behind the first rollouts"
+            yield Issue(f"{key}={prompts}", why, f"{batch}={-(-whole // prompts) * prompts}")
 
 
 def _verls_validation(config: DictConfig) -> Iterator[Issue]:
