@@ -123,6 +123,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("reward.custom_reward_function.path=/gone.py", "no such file", "=<file>"),
     (f"{ROLLOUT}.agent.agent_loop_config_path=gone.yaml", "no such file", "=<file>"),
     (f"distillation.enabled=True {TEACHER}.model_path=/gone", "no such folder", "=<folder>"),
+    (f"{MODEL}.lora_adapter_path=/gone", "no such folder", "=<folder>, or a hub id"),
     (f"{MODEL}.use_remove_padding=packed", "is not a boolean", ""),
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),
     (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "have the probabilities", "=False"),

@@ -92,7 +92,7 @@ def teachers_of(config: DictConfig) -> list[str]:
 
 def _paths(config: DictConfig) -> Iterator[Issue]:
     """Files and folders that are named and not there."""
-    folders = [f"{teacher}.model_path" for teacher in teachers_of(config)]
+    folders = [f"{MODEL}.lora_adapter_path", *(f"{teacher}.model_path" for teacher in teachers_of(config))]
     for key in (*FILES, *FILES_BESIDE_VERL, *folders):
         path, kind = OmegaConf.select(config, key), "folder" if key in folders else "file"
         if not isinstance(path, str) or not path or "://" in path or (key in folders and not path.startswith(HERE)):
