@@ -62,11 +62,11 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
     known = asked and (told is None or isinstance(told, (int, float))) and device in ("cuda", "cpu")
     if not known or OmegaConf.select(config, "trainer.nnodes") != 1:
         return
-    beside, mode = 0, str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
-    if OmegaConf.select(config, "trainer.use_v1") and mode.endswith("separate_async"):
-        beside += count_of(config, f"{ROLLOUT}.nnodes") * count_of(config, f"{ROLLOUT}.n_gpus_per_node")
-    if OmegaConf.select(config, "distillation.enabled") is True:
-        beside += count_of(config, "distillation.nnodes") * count_of(config, "distillation.n_gpus_per_node")
+    mode, reward = str(OmegaConf.select(config, "trainer.v1.trainer_mode")), "reward.reward_model"
+    pools = {ROLLOUT: "trainer.use_v1"} if mode.endswith("separate_async") else {}  # of GPUs of their own, by switch
+    pools |= {"distillation": "distillation.enabled", reward: f"{reward}.enable_resource_pool"}
+    on = [pool for pool, switch in pools.items() if OmegaConf.select(config, switch) is True]
+    beside = sum(count_of(config, f"{pool}.nnodes") * count_of(config, f"{pool}.n_gpus_per_node") for pool in on)
     wanted, setting = asked + beside, f"{GPUS_PER_NODE}={asked}"
     if device == "cpu":  # a "GPU" of Ray's is a worker process there
         there = int(told or 0)
