@@ -134,6 +134,7 @@ def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same
     ("override", "message"),
     [
         (f"{ACTOR}.strategy=[", "strategy=["),
+        ("data.train_files=~/train.parquet", "for ~ write $HOME"),
         (f"{ACTOR}.clip_ratio=${{no.such.key}}", "no.such.key"),
         ("model_engine=no_such_engine", "no_such_engine"),
         ("prefix_grouper=null", "Config group override must be a string"),
