@@ -99,7 +99,10 @@ REFUSED: list[tuple[str, str, str]] = [
         f"in place of {ACTOR}.ppo_micro_batch_size",
     ),
     *((f"{MODEL}.lora_rank={rank}", "is no rank of at least 0", "") for rank in ("word", -1)),
-    (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=8k", "number of tokens", ""),
+    *(
+        (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu={value}", "number of tokens", "")
+        for value in ("8k", "inf")
+    ),
     *((f"{ROLLOUT}.name={name}", "names no rollout engine", "=vllm") for name in ("null", "None")),
     (f"{ROLLOUT}.name=hf {MODEL}.lora_rank=8", "has no slots for adapters", f"{MODEL}.lora.merge=True"),
     # Three would divide six, and heads cannot be spread over three.
@@ -114,6 +117,7 @@ REFUSED: list[tuple[str, str, str]] = [
         )
     ),
     (f"{CRITIC} +critic.ppo_infer_max_token_len_per_gpu=-5", "number of tokens", ""),
+    ("ray_kwargs.ray_init.num_gpus=nan trainer.n_gpus_per_node=1", "Ray is told of 0", "num_gpus=1"),
     ("trainer.n_gpus_per_node=2", "2 worker processes are asked for", "num_gpus=2"),
     (f"{ROLLOUT}.name=vllm", "vllm is not installed", "pip install 'verl[vllm]'"),
     ("data.train_files=no_such.parquet", "does not exist", "data.train_files="),
@@ -188,7 +192,9 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     assert "holds 64 tokens, and a sequence of more, of up to" in caplog.text
     check(config_of(f"{MODEL}.enable_gradient_checkpointing=False prefix_grouper.activations=inputs_on_host"))
     assert "++prefix_grouper.activations=inputs_on_host: without gradient checkpointing" in caplog.text
-    check(config_of(f"{CRITIC} data.max_prompt_length=40000"))  # in V1: a key that verl's files lack
+    of_critic = f"{CRITIC} data.max_prompt_length=40000"  # in V1: a key that verl's files lack
+    assert preflight.preflight(config_of(f"{of_critic} ++critic.ppo_infer_max_token_len_per_gpu=1e5")) == []
+    check(config_of(of_critic))
     assert "; ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
     few = "trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 data.train_batch_size=6"
     check(config_of(f"{few} {ACTOR}.ppo_mini_batch_size=2 {ACTOR}.shuffle=True"))

@@ -4,6 +4,7 @@ Each is cheap to look at, and certain. Neither the hub nor code of a checkpoint'
 machine, the workers find out.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -51,9 +52,9 @@ def machine_issues(config: DictConfig) -> Iterator[Issue]:
 
 
 def count_of(config: DictConfig, key: str) -> int:
-    """A positive number, as an integer; 0 for all else. verl takes limits of a micro-batch as floats too."""
+    """A positive number without its fraction, which limits of micro-batches may have; 0 for all else."""
     value = OmegaConf.select(config, key)
-    return int(value) if type(value) in (int, float) and 0 < value < float("inf") else 0
+    return int(value) if type(value) in (int, float) and 1 <= value < math.inf else 0
 
 
 def _gpus(config: DictConfig) -> Iterator[Issue]:
@@ -67,13 +68,13 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
     pools |= {"distillation": "distillation.enabled", reward: f"{reward}.enable_resource_pool"}
     on = [pool for pool, switch in pools.items() if OmegaConf.select(config, switch) is True]
     beside = sum(count_of(config, f"{pool}.nnodes") * count_of(config, f"{pool}.n_gpus_per_node") for pool in on)
-    wanted, setting = asked + beside, f"{GPUS_PER_NODE}={asked}"
+    wanted, setting, there = asked + beside, f"{GPUS_PER_NODE}={asked}", count_of(config, RAY_GPUS)
     if device == "cpu":  # a "GPU" of Ray's is a worker process there
-        there = int(told or 0)
         why = f"{wanted} worker processes are asked for and Ray is told of {there}: on the CPU a GPU of Ray's is one"
         setting, fix = f"{setting}, {RAY_GPUS}={told}", f"++{RAY_GPUS}={wanted}"
     else:
-        there = torch.cuda.device_count() if told is None else int(told)  # asks the driver, and starts no CUDA context
+        if told is None:
+            there = torch.cuda.device_count()  # asks the driver, and starts no CUDA context
         why = f"{wanted} GPUs are asked for, and {there} are there"
         fix = f"{GPUS_PER_NODE}={there - beside}"
         if there <= beside:

@@ -6,6 +6,7 @@ What the run asks of this machine is looked at beside it; of other words verl sp
 import inspect
 import io
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -270,7 +271,7 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
     for key, (at_least, what) in least.items():
         # Null is none of them, and what a size defaults to; a limit of a micro-batch may be a float.
         value = OmegaConf.select(config, key, default=None if "micro_batch_size" in key else at_least)
-        if not isinstance(value, int | float if "of" in what else int) or value < at_least:
+        if not isinstance(value, int | float if "of" in what else int) or not at_least <= value < math.inf:
             fix = f"{'++' * key.startswith(CRITIC)}{key}=<{what}>"  # verl's files lack some of the critic's
             if OmegaConf.select(config, old := key.removesuffix("_per_gpu")) is not None and old != key:
                 fix += f" in place of {old}"  # verl refuses both

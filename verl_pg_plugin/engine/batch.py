@@ -1,5 +1,7 @@
 """A mini-batch of verl: checked, read as sequences, selected from and sent to the device."""
 
+import math
+
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -48,7 +50,7 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     by_tokens = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
     name = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
     limit = tu.get_non_tensor_data(data, name, default=None)
-    if limit is None or limit < 1:
+    if limit is None or not 1 <= limit < math.inf:
         raise BatchError(f"{name}={limit} bounds no micro-batch; set at least 1")
     if by_tokens:
         return MicroBatchLimits(max_tokens=int(limit) * sp_size)
