@@ -11,6 +11,7 @@ from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import Issue
 
 SP = f"{ACTOR}.ulysses_sequence_parallel_size"
+BUDGET = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu"
 SEPARATE = (
     "trainer.v1.trainer_mode=separate_async data.train_batch_size=1024 "
     f"{ROLLOUT}.checkpoint_engine.backend=nccl {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4 "
@@ -99,10 +100,7 @@ REFUSED: list[tuple[str, str, str]] = [
         f"in place of {ACTOR}.ppo_micro_batch_size",
     ),
     *((f"{MODEL}.lora_rank={rank}", "is no rank of at least 0", "") for rank in ("word", -1)),
-    *(
-        (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu={value}", "number of tokens", "")
-        for value in ("8k", "inf")
-    ),
+    *((f"{BUDGET}={value}", "number of tokens", "") for value in ("8k", "inf")),
     *((f"{ROLLOUT}.name={name}", "names no rollout engine", "=vllm") for name in ("null", "None")),
     (f"{ROLLOUT}.name=hf {MODEL}.lora_rank=8", "has no slots for adapters", f"{MODEL}.lora.merge=True"),
     # Three would divide six, and heads cannot be spread over three.
@@ -185,9 +183,8 @@ def test_losses_that_look_at_a_micro_batch_alone_are_warned_of(overrides: str, m
 
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
-    short = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=64.0"
     by_cut = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=77"
-    check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {short} {by_cut}"))
+    check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {BUDGET}=64.0 {by_cut}"))
     assert f"; {ACTOR}.loss_scale_factor=77" in caplog.text
     assert "holds 64 tokens, and a sequence of more, of up to" in caplog.text
     check(config_of(f"{MODEL}.enable_gradient_checkpointing=False prefix_grouper.activations=inputs_on_host"))
