@@ -123,6 +123,8 @@ def test_code_of_a_checkpoint_never_runs_in_front_of_ray(issues_of, tmp_path):
     assert issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True}) == []
     (tmp_path / "config.json").write_text(json.dumps({**own, "vision_config": {}}))
     assert "own is multimodal" in issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True})[0].why
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": auto_map, "template": "${x"}))
+    assert issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True}) == []
     assert not marker.exists()
 
 

@@ -13,10 +13,10 @@ from verl_pg_plugin.issue import Issue
 SP = f"{ACTOR}.ulysses_sequence_parallel_size"
 BUDGET = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu"
 SEPARATE = (
-    "trainer.v1.trainer_mode=separate_async data.train_batch_size=1024 "
+    "trainer.v1.trainer_mode=separate_async data.train_batch_size=1024 trainer.n_gpus_per_node=4 "
     f"{ROLLOUT}.checkpoint_engine.backend=nccl {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4 "
-    "trainer.n_gpus_per_node=4 "
 )
+V0, ODD = "trainer.use_v1=False", f"{ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=12"
 REWARD_POOL = "reward.reward_model={{enable_resource_pool:True,nnodes:1,n_gpus_per_node:4}} trainer.n_gpus_per_node=4"
 
 WORKING: dict[str, str] = {
@@ -45,6 +45,8 @@ WORKING: dict[str, str] = {
     "an_architecture_of_an_external_lib": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib",
     "micro_batch_size_unused_under_dynamic_bsz": f"{ACTOR}.ppo_micro_batch_size_per_gpu=0",
     "fully_async_streams": "data.train_batch_size=0 async_training.require_batches=4",
+    "a_batch_that_v1_fills_up": ODD,
+    "a_batch_of_another_size_in_v0": f"{V0} {ODD} data.gen_batch_size=8",
     "a_flag_that_verls_engine_does_not_read": f"{ACTOR}.qat.enable=True",
     "eager_attention_is_replaced": f"{MODEL}.override_config.attn_implementation=eager",
     "a_role_with_a_padding_flag_of_its_own": f"{ACTOR}.use_remove_padding=False",
@@ -126,14 +128,14 @@ REFUSED: list[tuple[str, str, str]] = [
     ("reward.custom_reward_function.path=/gone.py", "no such file", "=<file>"),
     (f"{ROLLOUT}.agent.agent_loop_config_path=gone.yaml", "no such file", "=<file>"),
     (f"distillation.enabled=True {TEACHER}.model_path=/gone", "no such folder", "=<folder>"),
-    (f"{MODEL}.lora_adapter_path=/gone", "no such folder", "=<folder>, or a hub id"),
+    (f"{CRITIC} critic.model.lora_rank=8 +critic.model.lora_adapter_path=/gone", "no such folder", "hub id"),
     (f"{MODEL}.use_remove_padding=packed", "is not a boolean", ""),
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),
     (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "have the probabilities", "=False"),
     (TOP_K, "no teacher on hf for its likeliest tokens", "=k3"),
     (f"+{BESIDE}.a.inference.name=vllm +{BESIDE}.b.inference.name=hf {TOP_K}", "no teacher on hf", "=k3"),
     (f"{TOP_K} {TEACHER}.inference.name=vllm {MODEL}.use_fused_kernels=True", "never have the logits that", "=False"),
-    (f"trainer.use_v1=False data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=4", "divide", "train_batch_size=8"),
+    (f"{CRITIC} critic.ppo_mini_batch_size=6 {V0} {ODD}", "mini-batches divide it", "train_batch_size=24"),
     ("prefix_grouper.attention_kernel=flash_attn_2", "needs a cuda device", "=auto"),
     (f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", "workers assert that", "=False"),
     (f"{MODEL}.use_remove_padding=False {ACTOR}.use_dynamic_bsz=True", "through the middle", "packed mode"),

@@ -89,7 +89,7 @@ class AttentionContext(ABC):
 
 
 def heads_obstacle(heads: int, kv_heads: int, ranks: int) -> str:
-    """Why each rank cannot get as many query heads, and key/value heads of its own or whole copies of one, if so."""
+    """Why ranks cannot get as many query heads each, and key/value heads or whole copies of one; empty if they can."""
     if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
         return ""
     return f"{heads} query and {kv_heads} key/value heads cannot be spread over {ranks} ranks"

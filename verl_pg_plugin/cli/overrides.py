@@ -41,7 +41,7 @@ def compose_config(overrides: list[str], folder: str = "", name: str = "") -> Di
         OmegaConf.resolve(config.copy())
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # the last: Hydra's of prefix_grouper=null
         override = getattr(error, "override", None)  # of one that cannot be parsed
-        message = " ".join(str(error).split()) + "; for ~ write $HOME" * ("=~" in (override or ""))
+        message = " ".join(str(error).split()) + "; for ~ write $HOME" * ("~" in (override or "")[1:])
         raise CommandError(f"cannot parse the override {override}: {message}" if override else message) from error
     if "actor_rollout_ref" not in config or "enable" not in (config.get("critic") or ()):
         raise CommandError(f"{name or 'this'} is no config of a PPO trainer: it has no actor_rollout_ref or no critic")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -60,7 +61,7 @@ def count_of(config: DictConfig, key: str) -> int:
 def _gpus(config: DictConfig) -> Iterator[Issue]:
     """GPUs that a run of one node asks for."""
     asked, told, device = count_of(config, GPUS_PER_NODE), OmegaConf.select(config, RAY_GPUS), get_device_name()
-    known = asked and (told is None or isinstance(told, (int, float))) and device in ("cuda", "cpu")
+    known = asked and (told is None or type(told) in (int, float)) and device in ("cuda", "cpu")
     if not known or OmegaConf.select(config, "trainer.nnodes") != 1:
         return
     mode, reward = str(OmegaConf.select(config, "trainer.v1.trainer_mode")), "reward.reward_model"
@@ -93,7 +94,9 @@ def teachers_of(config: DictConfig) -> list[str]:
 
 def _paths(config: DictConfig) -> Iterator[Issue]:
     """Files and folders that are named and not there."""
-    folders = [f"{MODEL}.lora_adapter_path", *(f"{teacher}.model_path" for teacher in teachers_of(config))]
+    adapted = [section for section in (MODEL, CRITIC_MODEL) if count_of(config, f"{section}.lora_rank")]
+    folders = [f"{section}.lora_adapter_path" for section in adapted]
+    folders += [f"{teacher}.model_path" for teacher in teachers_of(config)]
     for key in (*FILES, *FILES_BESIDE_VERL, *folders):
         path, kind = OmegaConf.select(config, key), "folder" if key in folders else "file"
         if not isinstance(path, str) or not path or "://" in path or (key in folders and not path.startswith(HERE)):
@@ -161,7 +164,8 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         fix = f"{key}=<folder written by save_pretrained>"
         return None, [Issue(setting, "the folder has no config.json", fix)]
     trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))
-    hf_config, own, stated = None, f"{section}.override_config", dict[str, Any]()
+    hf_config, own = None, f"{section}.override_config"
+    stated: dict[str, Any] = {}
     others = f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
     try:
         stated, _ = PretrainedConfig.get_config_dict(folder)
@@ -173,7 +177,7 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         update_model_config(hf_config, override_config_kwargs=overrides)
     except Exception as error:  # whatever a class of configs raises, of overrides that do not fit it too
         brings_code = "auto_map" in stated
-        if shares and brings_code and (found := modality_obstacles(OmegaConf.create(stated))):
+        if shares and brings_code and (found := modality_obstacles(SimpleNamespace(**{"model_type": ""} | stated))):
             return None, [Issue(setting, found[0], others)]  # a class of its own hands it on to the engine
         if not shares or (trusted and brings_code) or OmegaConf.select(config, f"{section}.external_lib"):
             return None, []  # code of the user's own may read it, in the workers

@@ -130,11 +130,12 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
     if log_probs != update:
         why = f"verl's workers assert that it is {ACTOR}.use_dynamic_bsz, which is {update}"
         yield Issue(f"{DYNAMIC_LOG_PROBS}={log_probs}", why, f"{DYNAMIC_LOG_PROBS}={update}")
-    one = str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async")  # mini-batch at a time
-    of_stream = count_of(config, "async_training.require_batches") > 1  # mini-batches, of a fully async run
+    batch, streamed = count_of(config, "data.train_batch_size"), count_of(config, "async_training.require_batches")
+    if streamed or str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async"):
+        batch = max(streamed, 1) * count_of(config, f"{ACTOR}.ppo_mini_batch_size")
     for role in rules.roles_of(config):
-        batch, size = (count_of(config, key) for key in ("data.train_batch_size", f"{role}.ppo_mini_batch_size"))
-        if (of_stream or (batch > size and not one)) and OmegaConf.select(config, key := f"{role}.shuffle"):
+        several = batch > count_of(config, f"{role}.ppo_mini_batch_size")
+        if several and OmegaConf.select(config, key := f"{role}.shuffle"):
             yield Issue(f"{key}=True", "mini-batches get sequences, not groups", f"{key}=False", is_warning=True)
     if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
         loss_mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
@@ -301,10 +302,16 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
     """Numbers of sequences and ranks that verl's workers find out about after the first rollouts."""
     n, batch, per_node, nodes = f"{ROLLOUT}.n", "data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"
     responses, ranks = count_of(config, n), count_of(config, per_node) * count_of(config, nodes)
-    fills = any(OmegaConf.select(config, key) for key in ("trainer.use_v1", "data.gen_batch_size"))  # up, or otherwise
     if not responses * ranks:
         return  # of which ``_counts`` speaks
-    for role in rules.roles_of(config):
+    roles = rules.roles_of(config)
+    least = math.lcm(*(count_of(config, f"{role}.ppo_mini_batch_size") or 1 for role in roles if role != REF))
+    # V1 fills a batch up to whole mini-batches, and gen_batch_size makes one of another size.
+    fixed = not any(OmegaConf.select(config, key) for key in ("trainer.use_v1", "data.gen_batch_size"))
+    if fixed and (whole := count_of(config, batch)) % least:
+        why = "verl's V0 trainer asserts behind the first rollouts that mini-batches divide it"
+        yield Issue(f"{batch}={whole}", why, f"{batch}={-(-whole // least) * least}")
+    for role in roles:
         engine, key = rules.engine_of(config, role), f"{role}.ppo_mini_batch_size"
         size, prompts, shares = engine.sp_size, count_of(config, key), mode_of(config).shares_prefixes
         if engine.get("strategy") not in STRATEGIES:
@@ -323,9 +330,6 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             steps = count_of(config, batch) // prompts  # as many as before, which some trainers hold to
             fix = f"{key}={more}" + f" {batch}={more * max(steps, 1)}" * (count_of(config, batch) > 0)
             yield Issue(f"{key}={prompts}", why, fix, is_warning=not rest)
-        elif role != REF and prompts and (whole := count_of(config, batch)) % prompts and not fills:
-            why = f"does not divide {batch}={whole}, which verl's V0 trainer asserts behind the first rollouts"
-            yield Issue(f"{key}={prompts}", why, f"{batch}={-(-whole // prompts) * prompts}")
 
 
 def _verls_validation(config: DictConfig) -> Iterator[Issue]:

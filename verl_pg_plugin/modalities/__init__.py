@@ -1,5 +1,7 @@
 """Text, and the images that some models read beside it."""
 
+from types import SimpleNamespace
+
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, TEXT, Modality
@@ -7,7 +9,7 @@ from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, TEXT, Modality
 __all__ = ["IMAGE_MODEL_TYPES", "TEXT", "Modality", "modality_obstacles", "modality_of"]
 
 
-def modality_obstacles(config: PretrainedConfig) -> list[str]:
+def modality_obstacles(config: PretrainedConfig | SimpleNamespace) -> list[str]:
     """Why no modality fits a model; empty if one does."""
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
     # The last two are text of several modalities' making: the dimensions of its positions are equal.
