@@ -14,11 +14,7 @@ from verl_pg_plugin.architectures import WRONG_COMPILED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RAGGED = [[*group(20 + 3 * i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2)] for i in range(1, 4)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> None:
-    forget_graphs()
+nothing_compiled = pytest.fixture(autouse=True)(forget_graphs)
 
 
 @pytest.mark.parametrize("model_type", COMPILED)

@@ -121,7 +121,7 @@ def figures(found: Forecast, peak: float, gib: float, args: argparse.Namespace) 
     stock = args.gen_seconds + log_prob + update
     shared = args.gen_seconds + log_prob / found.old_log_prob + update / found.update
     fits = peak <= (1 - DEVICE_RESERVE) * gib and found.host_gib <= args.host_gib
-    of_step = {"step_seconds_shared": shared, "step": stock / shared}
+    of_step = {"step_seconds_stock": stock, "step_seconds_shared": shared, "step": stock / shared}
     about = {"level": found.level.value, "dedup_ratio": found.dedup_ratio, "peak_gib": peak, "fits": fits}
     return {**asdict(found), **about, **of_step}
 
