@@ -11,12 +11,14 @@ from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import Issue
 
 SP = f"{ACTOR}.ulysses_sequence_parallel_size"
+MINI, MICRO = f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size"
+FEW = "trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 data.train_batch_size=6"
 BUDGET = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu"
 SEPARATE = (
     "trainer.v1.trainer_mode=separate_async data.train_batch_size=1024 trainer.n_gpus_per_node=4 "
     f"{ROLLOUT}.checkpoint_engine.backend=nccl {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4 "
 )
-V0, ODD = "trainer.use_v1=False", f"{ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=12"
+V0, ODD = "trainer.use_v1=False", f"{MINI}=8 data.train_batch_size=12"
 REWARD_POOL = "reward.reward_model={{enable_resource_pool:True,nnodes:1,n_gpus_per_node:4}} trainer.n_gpus_per_node=4"
 
 WORKING: dict[str, str] = {
@@ -43,7 +45,7 @@ WORKING: dict[str, str] = {
     "a_model_on_hdfs": f"{MODEL}.path=hdfs://cluster/model",
     "a_class_of_the_checkpoints_own": f"{MODEL}.path={{own}} {MODEL}.trust_remote_code=True",
     "an_architecture_of_an_external_lib": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib",
-    "micro_batch_size_unused_under_dynamic_bsz": f"{ACTOR}.ppo_micro_batch_size_per_gpu=0",
+    "micro_batch_size_unused_under_dynamic_bsz": f"{MICRO}_per_gpu=0",
     "fully_async_streams": "data.train_batch_size=0 async_training.require_batches=4",
     "a_batch_that_v1_fills_up": ODD,
     "a_batch_of_another_size_in_v0": f"{V0} {ODD} data.gen_batch_size=8",
@@ -86,21 +88,12 @@ BESIDE, TEACHER = "distillation.teacher_models", "distillation.teacher_models.te
 TOP_K = "distillation.enabled=True distillation.distillation_loss.loss_mode=forward_kl_topk"
 REFUSED: list[tuple[str, str, str]] = [
     # overrides, the last of which is named, part of the cause, part of the fix
-    (
-        f"trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 "
-        f"data.train_batch_size=6 {ROLLOUT}.n=5 {ACTOR}.ppo_mini_batch_size=6",
-        "do not divide into 8 data-parallel ranks",
-        f"{ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=8",
-    ),
+    (f"{FEW} {ROLLOUT}.n=5 {MINI}=6", "do not divide into 8 data-parallel ranks", f"{MINI}=8 data.train_batch_size=8"),
     *(
         (f"{key}_micro_batch_size_per_gpu={value}", "number of sequences", "")
         for key, value in ((f"{ACTOR}.ppo", 0), (f"{REF}.log_prob", -1), (f"{ROLLOUT}.log_prob", "four"))
     ),
-    (
-        f"{ACTOR}.ppo_micro_batch_size=8 {ACTOR}.ppo_micro_batch_size_per_gpu=null",
-        "number of sequences",
-        f"in place of {ACTOR}.ppo_micro_batch_size",
-    ),
+    (f"{MICRO}=8 {MICRO}_per_gpu=null", "number of sequences", f"in place of {MICRO}"),
     *((f"{MODEL}.lora_rank={rank}", "is no rank of at least 0", "") for rank in ("word", -1)),
     *((f"{BUDGET}={value}", "number of tokens", "") for value in ("8k", "inf")),
     *((f"{ROLLOUT}.name={name}", "names no rollout engine", "=vllm") for name in ("null", "None")),
@@ -111,7 +104,7 @@ REFUSED: list[tuple[str, str, str]] = [
     *(
         (override, "is no integer of at least 1", "")
         for override in (
-            *("trainer.nnodes=two", f"{ROLLOUT}.n=0", f"{ROLLOUT}.n=null", f"{ACTOR}.ppo_mini_batch_size=-8"),
+            *("trainer.nnodes=two", f"{ROLLOUT}.n=0", f"{ROLLOUT}.n=null", f"{MINI}=-8"),
             *(f"{ROLLOUT}.n=4.0", f"{CRITIC} critic.ppo_mini_batch_size=0"),
             *(f"{SP}=0", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=two"),
         )
@@ -195,10 +188,9 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     assert preflight.preflight(config_of(f"{of_critic} ++critic.ppo_infer_max_token_len_per_gpu=1e5")) == []
     check(config_of(of_critic))
     assert "; ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
-    few = "trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 data.train_batch_size=6"
-    check(config_of(f"{few} {ACTOR}.ppo_mini_batch_size=2 {ACTOR}.shuffle=True"))
+    check(config_of(f"{FEW} {MINI}=2 {ACTOR}.shuffle=True"))
     assert "a rank gets 1 of the 4 responses of a prompt" in caplog.text
-    assert f"; {ACTOR}.ppo_mini_batch_size=8 data.train_batch_size=24" in caplog.text
+    assert f"; {MINI}=8 data.train_batch_size=24" in caplog.text
     assert f"mini-batches get sequences, not groups; {ACTOR}.shuffle=False" in caplog.text
     check(config_of(f"{CRITIC} data.train_batch_size=0 async_training.require_batches=2 critic.shuffle=True"))
     assert "mini-batches get sequences, not groups; critic.shuffle=False" in caplog.text

@@ -34,22 +34,13 @@ REGISTER_FIX = f"correct what it names; {sys.executable} -c 'import {NAME}; {NAM
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this machine, and a set of overrides, without starting anything",
-        description="Exit code 0: nothing fails. 1: something does, its fix below it. 2: Hydra refuses the overrides.",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="OVERRIDE",
-        help="of python -m verl_pg_plugin.main_ppo or verl.trainer.main_ppo: also what a run with them would say",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)",
-    )
+    about = "check this machine, and a set of overrides, without starting anything"
+    codes = "Exit code 0: nothing fails. 1: something does, its fix below it. 2: Hydra refuses the overrides."
+    parser = subparsers.add_parser("doctor", help=about, description=codes)
+    about = "of python -m verl_pg_plugin.main_ppo or verl.trainer.main_ppo: also what a run with them would say"
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=about)
+    about = "import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)"
+    parser.add_argument("--full", action="store_true", help=about)
     parser.add_argument("--config-path", "-cp", default="", help="folder of another entry point's configs")
     parser.add_argument("--config-name", "-cn", default="", help="the config there")
     parser.add_argument("--json", action="store_true", help="write the same checks and the verdict as JSON")
@@ -80,12 +71,8 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
     problems = sum(check["status"] == FAIL for check in found)
     ready = next((f"off; {x['fix']} switches it on" for x in found if x["what"] == MODE and x["fix"]), "ready")
     ready = f"not ready ({problems} problem{'s' if problems > 1 else ''})" if problems else ready
-    if as_json:
-        sys.stdout.write(
-            json.dumps({"ready": ready == "ready", "problems": problems, "checks": found}, indent=2) + "\n"
-        )
-    else:
-        sys.stdout.write(f"prefix sharing: {ready}\n")
+    told = {"ready": ready == "ready", "problems": problems, "checks": found}
+    sys.stdout.write(f"{json.dumps(told, indent=2)}\n" if as_json else f"prefix sharing: {ready}\n")
     return int(problems > 0)
 
 
