@@ -121,6 +121,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("reward.custom_reward_function.path=/gone.py", "no such file", "=<file>"),
     (f"{ROLLOUT}.agent.agent_loop_config_path=gone.yaml", "no such file", "=<file>"),
     (f"distillation.enabled=True {TEACHER}.model_path=/gone", "no such folder", "=<folder>"),
+    ("reward.reward_model.enable=True reward.reward_model.model_path=/gone", "no such folder", "=<folder>"),
     (f"{CRITIC} critic.model.lora_rank=8 +critic.model.lora_adapter_path=/gone", "no such folder", "hub id"),
     (f"{MODEL}.use_remove_padding=packed", "is not a boolean", ""),
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),

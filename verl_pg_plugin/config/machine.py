@@ -36,7 +36,7 @@ FILES = ("reward.custom_reward_function.path", "data.custom_cls.path")
 TOOLS = "multi_turn.function_tool_path", "multi_turn.tool_config_path"
 FILES_BESIDE_VERL = tuple(f"{ROLLOUT}.{name}" for name in ("agent.agent_loop_config_path", *TOOLS))
 """Files; verl looks for relative ones in folders of its own too."""
-TEACHERS = "distillation.teacher_models"
+TEACHERS, REWARD_MODEL = "distillation.teacher_models", "reward.reward_model"
 HERE = ("/", ".", "~")
 """How a path of this machine begins, whether there is something or not, and no hub id."""
 
@@ -64,9 +64,9 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
     known = asked and (told is None or type(told) in (int, float)) and device in ("cuda", "cpu")
     if not known or OmegaConf.select(config, "trainer.nnodes") != 1:
         return
-    mode, reward = str(OmegaConf.select(config, "trainer.v1.trainer_mode")), "reward.reward_model"
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     pools = {ROLLOUT: "trainer.use_v1"} if mode.endswith("separate_async") else {}  # of GPUs of their own, by switch
-    pools |= {"distillation": "distillation.enabled", reward: f"{reward}.enable_resource_pool"}
+    pools |= {"distillation": "distillation.enabled", REWARD_MODEL: f"{REWARD_MODEL}.enable_resource_pool"}
     on = [pool for pool, switch in pools.items() if OmegaConf.select(config, switch) is True]
     beside = sum(count_of(config, f"{pool}.nnodes") * count_of(config, f"{pool}.n_gpus_per_node") for pool in on)
     wanted, setting, there = asked + beside, f"{GPUS_PER_NODE}={asked}", count_of(config, RAY_GPUS)
@@ -96,7 +96,8 @@ def _paths(config: DictConfig) -> Iterator[Issue]:
     """Files and folders that are named and not there."""
     adapted = [section for section in (MODEL, CRITIC_MODEL) if count_of(config, f"{section}.lora_rank")]
     folders = [f"{section}.lora_adapter_path" for section in adapted]
-    folders += [f"{teacher}.model_path" for teacher in teachers_of(config)]
+    rewards = [REWARD_MODEL] if OmegaConf.select(config, f"{REWARD_MODEL}.enable") is True else []
+    folders += [f"{served}.model_path" for served in (*teachers_of(config), *rewards)]
     for key in (*FILES, *FILES_BESIDE_VERL, *folders):
         path, kind = OmegaConf.select(config, key), "folder" if key in folders else "file"
         if not isinstance(path, str) or not path or "://" in path or (key in folders and not path.startswith(HERE)):
