@@ -68,7 +68,7 @@ def places(tmp_path_factory, checkpoint: Path, models: Path, data_file: Path) ->
     folder = tmp_path_factory.mktemp("places")
     (folder / "own").mkdir()
     (folder / "own" / "config.json").write_text(
-        '{"model_type": "my_own", "architectures": ["MyOwn"], "auto_map": {"AutoConfig": "own.Own"}}'
+        '{"model_type": "my_own", "vision_config": {}, "auto_map": {"AutoConfig": "own.Own"}}'
     )
     (folder / "broken.parquet").write_text("no parquet")
     return {"checkpoint": checkpoint, "models": models, "data": data_file, "folder": folder, "own": folder / "own"}

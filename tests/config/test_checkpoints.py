@@ -118,13 +118,16 @@ def test_code_of_a_checkpoint_never_runs_in_front_of_ray(issues_of, tmp_path):
     (tmp_path / "configuration_own.py").write_text(f"open({str(marker)!r}, 'w')\n")
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     own = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map}
-    (tmp_path / "config.json").write_text(json.dumps(own))
+    write, trusts = (tmp_path / "config.json").write_text, {f"{MODEL}.trust_remote_code": True}
+    write(json.dumps(own))
     assert f"{MODEL}.trust_remote_code=True" in issues_of(tmp_path)[0].fix
-    assert issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True}) == []
-    (tmp_path / "config.json").write_text(json.dumps({**own, "vision_config": {}}))
-    assert "own is multimodal" in issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True})[0].why
-    (tmp_path / "config.json").write_text(json.dumps({"auto_map": auto_map, "template": "${x"}))
-    assert issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True}) == []
+    assert issues_of(tmp_path, **trusts) == []
+    for stated, why in (("vision_config", "own is multimodal"), ("audio_config", "own is multimodal")):
+        write(json.dumps({**own, stated: {"mrope_section": [2, 3, 3]}}))
+        (issue,) = issues_of(tmp_path, **trusts)
+        assert (issue.is_warning, why in issue.why) == (True, True), "its code may leave that out"
+    write(json.dumps({"auto_map": auto_map, "template": "${x"}))
+    assert issues_of(tmp_path, **trusts) == []
     assert not marker.exists()
 
 

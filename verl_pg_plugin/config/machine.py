@@ -1,7 +1,7 @@
 """What a run asks of the machine it starts on: GPUs, a rollout engine, files, and checkpoints that can share prefixes.
 
-Each is cheap to look at, and certain. Neither the hub nor code of a checkpoint's own is asked: what is not on this
-machine, the workers find out.
+Each is cheap to look at, and certain or a warning. Neither the hub nor code of a checkpoint's own is asked: what is
+not on this machine, the workers find out.
 """
 
 import math
@@ -180,10 +180,11 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         update_model_config(hf_config, override_config_kwargs=overrides)
     except Exception as error:  # whatever a class of configs raises, of overrides that do not fit it too
         brings_code = "auto_map" in stated
-        if shares and brings_code and (found := modality_obstacles(SimpleNamespace(**{"model_type": ""} | stated))):
-            return None, [Issue(setting, found[0], others)]  # a class of its own hands it on to the engine
         if not shares or (trusted and brings_code) or OmegaConf.select(config, f"{section}.external_lib"):
-            return None, []  # code of the user's own may read it, in the workers
+            # Code of the user's own may read it, in the workers, and mostly hands on what it states.
+            found = modality_obstacles(SimpleNamespace(**{"model_type": ""} | stated)) if shares else []
+            unsure = "config.json says that {}; the engine refuses it unless code of its own leaves that out"
+            return None, [Issue(setting, unsure.format(why), others, is_warning=True) for why in found]
         if hf_config is not None:
             why = f"does not fit the checkpoint's config: {' '.join(str(error).split())}"
             return None, [Issue(f"{own}={overrides}", why, f"correct it, or write it into {folder}/config.json")]

@@ -87,7 +87,7 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     for role in rules.roles_of(config):
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
         if hf_config is None:  # another machine may have it
-            issues = [replace(issue, is_warning=joins_cluster(config)) for issue in issues]
+            issues = [replace(issue, is_warning=issue.is_warning or joins_cluster(config)) for issue in issues]
         # An architecture that cannot share is looked at no further.
         engine = rules.engine_of(config, role, None if issues else hf_config)
         found += [*issues, *_engine_issues(config, engine)]
