@@ -122,7 +122,7 @@ def test_code_of_a_checkpoint_never_runs_in_front_of_ray(issues_of, tmp_path):
     write(json.dumps(own))
     assert f"{MODEL}.trust_remote_code=True" in issues_of(tmp_path)[0].fix
     assert issues_of(tmp_path, **trusts) == []
-    for stated, why in (("vision_config", "own is multimodal"), ("audio_config", "own is multimodal")):
+    for stated, why in (("vision_config", "own is multimodal"), ("rope_scaling", "own uses three-dimensional")):
         write(json.dumps({**own, stated: {"mrope_section": [2, 3, 3]}}))
         (issue,) = issues_of(tmp_path, **trusts)
         assert (issue.is_warning, why in issue.why) == (True, True), "its code may leave that out"
