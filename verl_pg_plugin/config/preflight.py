@@ -304,12 +304,16 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
     responses, ranks = count_of(config, n), count_of(config, per_node) * count_of(config, nodes)
     if not responses * ranks:
         return  # of which ``_counts`` speaks
-    roles, whole, found = rules.roles_of(config), count_of(config, batch), []
-    asked = {role: size for role in roles if (size := count_of(config, f"{role}.ppo_mini_batch_size"))}
-    fitting = dict(asked)
+    roles = rules.roles_of(config)
+    least = math.lcm(*(count_of(config, f"{role}.ppo_mini_batch_size") or 1 for role in roles if role != REF))
+    # V1 fills a batch up to whole mini-batches, and gen_batch_size makes one of another size.
+    fixed = not any(OmegaConf.select(config, key) for key in ("trainer.use_v1", "data.gen_batch_size"))
+    if fixed and (whole := count_of(config, batch)) % least:
+        why = "verl's V0 trainer asserts behind the first rollouts that mini-batches divide it"
+        yield Issue(f"{batch}={whole}", why, f"{batch}={-(-whole // least) * least}")
     for role in roles:
         engine, key = rules.engine_of(config, role), f"{role}.ppo_mini_batch_size"
-        size, shares = engine.sp_size, mode_of(config).shares_prefixes
+        size, prompts, shares = engine.sp_size, count_of(config, key), mode_of(config).shares_prefixes
         if engine.get("strategy") not in STRATEGIES:
             continue
         if ranks % size:
@@ -317,25 +321,15 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             hf_config, issues = read_checkpoint(config, engine.model_section)
             smaller = rules.smaller_ulysses(replace(engine, hf_config=None if issues else hf_config))
             yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={smaller}")
-        elif prompts := asked.get(role):
-            parts = ranks // size
-            more = next(m for m in range(max(prompts, parts * shares), prompts + parts) if not m * responses % parts)
+        elif role != REF and prompts and (prompts * responses % (parts := ranks // size) or prompts < parts * shares):
             on_rank, rest = divmod(prompts * responses, parts)
             why = f"a rank gets {on_rank} of the {responses} responses of a prompt in a mini-batch, so groups are cut"
             if rest:
                 why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
-            if more > prompts:
-                fitting[role] = more
-                found.append(Issue(f"{key}={prompts}", why, f"{key}={more}", is_warning=not rest))
-    # V1 fills a batch up to whole mini-batches, and gen_batch_size makes one of another size.
-    fixed = not any(OmegaConf.select(config, key) for key in ("trainer.use_v1", "data.gen_batch_size"))
-    steps, actors = whole // asked.get(ACTOR, 1), fitting.get(ACTOR, 1)  # some trainers hold to so many steps
-    fits = max(whole, steps * actors, *fitting.values())
-    fits += -fits % (math.lcm(*fitting.values()) if fixed else actors)
-    if fixed and whole % math.lcm(*asked.values()):
-        why = "verl's V0 trainer asserts behind the first rollouts that mini-batches divide it"
-        yield Issue(f"{batch}={whole}", why, f"{batch}={fits}")
-    yield from (replace(issue, fix=f"{issue.fix} {batch}={fits}" if whole else issue.fix) for issue in found)
+            more = next(m for m in range(max(prompts, parts * shares), prompts + parts) if not m * responses % parts)
+            steps = count_of(config, batch) // prompts  # as many as before, which some trainers hold to
+            fix = f"{key}={more}" + f" {batch}={more * max(steps, 1)}" * (count_of(config, batch) > 0)
+            yield Issue(f"{key}={prompts}", why, fix, is_warning=not rest)
 
 
 def _verls_validation(config: DictConfig) -> Iterator[Issue]:
