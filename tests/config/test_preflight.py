@@ -19,8 +19,7 @@ SEPARATE = (
     f"{ROLLOUT}.checkpoint_engine.backend=nccl {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4 "
 )
 V0, ODD = "trainer.use_v1=False", f"{MINI}=8 data.train_batch_size=12"
-REWARDS = "reward.reward_model={{enable_resource_pool:True,nnodes:1,n_gpus_per_node:4}} trainer.n_gpus_per_node=4"
-SERVERS = "rollout={{nnodes:1,n_gpus_per_node:6}} trainer.n_gpus_per_node=2"
+REWARD_POOL = "reward.reward_model={{enable_resource_pool:True,nnodes:1,n_gpus_per_node:4}} trainer.n_gpus_per_node=4"
 
 WORKING: dict[str, str] = {
     "hsdp": f"{ACTOR}.fsdp_config.fsdp_size=4 {REF}.fsdp_config.fsdp_size=4",
@@ -212,10 +211,10 @@ def test_what_other_machines_have_is_a_warning_where_the_run_joins_a_cluster(con
 
 @pytest.mark.parametrize(
     ("there", "overrides", "fix"),
-    [(7, "", "_node=7"), (7, SEPARATE, "_node=3"), (7, REWARDS, "_node=3"), (7, SERVERS, "_node=5"), (0, "", "trial")],
+    [(7, "", "_node=7"), (7, SEPARATE, "_node=3"), (7, REWARD_POOL, "_node=3"), (0, "", "a trial")],
 )
 def test_gpus_that_are_asked_for_and_not_there(there: int, overrides: str, fix: str, config_of, on_gpus) -> None:
-    """Those of rollouts or a reward model of their own count, and the largest of them is cut."""
+    """Those of a rollout or a reward model of its own count."""
     on_gpus(there)
     (issue,) = errors(config_of(overrides, **SHARED))
     assert f"8 GPUs are asked for, and {there} are there" in issue.why

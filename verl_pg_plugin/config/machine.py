@@ -59,28 +59,26 @@ def count_of(config: DictConfig, key: str) -> int:
 
 
 def _gpus(config: DictConfig) -> Iterator[Issue]:
-    """GPUs that a run of one node asks for; verl's trainers with servers apart have a pool ``rollout`` of their own."""
+    """GPUs that a run of one node asks for."""
     asked, told, device = count_of(config, GPUS_PER_NODE), OmegaConf.select(config, RAY_GPUS), get_device_name()
     known = asked and (told is None or type(told) in (int, float)) and device in ("cuda", "cpu")
-    if not known or count_of(config, "trainer.nnodes") != 1:
+    if not known or OmegaConf.select(config, "trainer.nnodes") != 1:
         return
     mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     pools = {ROLLOUT: "trainer.use_v1"} if mode.endswith("separate_async") else {}  # of GPUs of their own, by switch
     pools |= {"distillation": "distillation.enabled", REWARD_MODEL: f"{REWARD_MODEL}.enable_resource_pool"}
-    on = ["trainer", "rollout", *(pool for pool, switch in pools.items() if OmegaConf.select(config, switch) is True)]
-    nodes = {f"{pool}.n_gpus_per_node": count for pool in on if (count := count_of(config, f"{pool}.nnodes"))}
-    gpus = {key: count * count_of(config, key) for key, count in nodes.items()}
-    wanted, most, there = sum(gpus.values()), max(gpus, key=gpus.__getitem__), count_of(config, RAY_GPUS)
-    setting = ", ".join(f"{key}={count_of(config, key)}" for key in gpus)
+    on = [pool for pool, switch in pools.items() if OmegaConf.select(config, switch) is True]
+    beside = sum(count_of(config, f"{pool}.nnodes") * count_of(config, f"{pool}.n_gpus_per_node") for pool in on)
+    wanted, setting, there = asked + beside, f"{GPUS_PER_NODE}={asked}", count_of(config, RAY_GPUS)
     if device == "cpu":  # a "GPU" of Ray's is a worker process there
         why = f"{wanted} worker processes are asked for and Ray is told of {there}: on the CPU a GPU of Ray's is one"
         setting, fix = f"{setting}, {RAY_GPUS}={told}", f"++{RAY_GPUS}={wanted}"
     else:
         if told is None:
             there = torch.cuda.device_count()  # asks the driver, and starts no CUDA context
-        why, left = f"{wanted} GPUs are asked for, and {there} are there", gpus[most] - wanted + there
-        fix = f"{most}={left // nodes[most]}"
-        if left < nodes[most]:
+        why = f"{wanted} GPUs are asked for, and {there} are there"
+        fix = f"{GPUS_PER_NODE}={there - beside}"
+        if there <= beside:
             fix = "run where nvidia-smi lists enough, with a torch for CUDA; or export VERL_PLATFORM=cpu for a trial"
     if wanted > there:
         yield Issue(setting, why, fix)
