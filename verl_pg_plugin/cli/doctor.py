@@ -34,13 +34,22 @@ REGISTER_FIX = f"correct what it names; {sys.executable} -c 'import {NAME}; {NAM
 
 
 def add_parser(subparsers: Any) -> None:
-    about = "check this machine, and a set of overrides, without starting anything"
-    codes = "Exit code 0: nothing fails. 1: something does, its fix below it. 2: Hydra refuses the overrides."
-    parser = subparsers.add_parser("doctor", help=about, description=codes)
-    overrides = "of python -m verl_pg_plugin.main_ppo or verl.trainer.main_ppo: also what a run with them would say"
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
-    full = "import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)"
-    parser.add_argument("--full", action="store_true", help=full)
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this machine, and a set of overrides, without starting anything",
+        description="Exit code 0: nothing fails. 1: something does, its fix below it. 2: Hydra refuses the overrides.",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="OVERRIDE",
+        help="of python -m verl_pg_plugin.main_ppo or verl.trainer.main_ppo: also what a run with them would say",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)",
+    )
     parser.add_argument("--config-path", "-cp", default="", help="folder of another entry point's configs")
     parser.add_argument("--config-name", "-cn", default="", help="the config there")
     parser.add_argument("--json", action="store_true", help="write the same checks and the verdict as JSON")

@@ -180,7 +180,8 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         brings_code = "auto_map" in stated
         if not shares or (trusted and brings_code) or OmegaConf.select(config, f"{section}.external_lib"):
             # Code of the user's own may read it, in the workers, and mostly hands on what it states.
-            raw = {"model_type": "", "rope_parameters": str(stated.get("rope_scaling"))} | stated  # the older name
+            rope = stated.get("rope_parameters") or stated.get("rope_scaling")  # the older name
+            raw = {"model_type": ""} | stated | {"rope_parameters": rope if isinstance(rope, dict) else {}}
             found = modality_obstacles(SimpleNamespace(**raw)) if shares else []
             unsure = "config.json says that {}; the engine refuses it unless code of its own leaves that out"
             return None, [Issue(setting, unsure.format(why), others, is_warning=True) for why in found]
