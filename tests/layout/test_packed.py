@@ -71,8 +71,7 @@ ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=
 
 def readable(layout: PackedLayout) -> list[list[int]]:
     """For every own token, the indices into [cached | own] that its query may see: causal, aligned at the end."""
-    seen = []
-    keys = [layout.kv_index[a:b].tolist() for a, b in pairwise(layout.cu_seqlens_k.tolist())]
+    seen, keys = [], [layout.kv_index[a:b].tolist() for a, b in pairwise(layout.cu_seqlens_k.tolist())]
     for path, (a, b) in zip(keys, pairwise(layout.cu_seqlens_q.tolist()), strict=True):
         seen.extend(path[: len(path) - (b - a) + i + 1] for i in range(b - a))
     return seen
@@ -231,19 +230,23 @@ def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(data, ba
             reads, behind = set(layout.resumed_at.tolist()), [at for at in cached if at <= layout.num_cached]
             assert reads <= set(behind)
             assert layout.num_states == len(behind)
+            use = len(layout.publish), len(layout.published_states), layout.num_cached, len(behind)
+            assert layout.cache_use == dict(zip(("pending", "pending_states", "cached", "states"), use, strict=True))
             read.update(reads)
             if forward_only:
                 cached = [at for at in cached if at <= layout.publish_start] + layout.published_states.tolist()
         assert forward_only or not cached
 
 
-GROUP = batch_of(*[(range(20), (i, i, i)) for i in range(4)])
-FIRST = Chunk(num_sequences=4, num_read_next=19)
+GROUP, FIRST = batch_of(*[(range(20), (i, i, i)) for i in range(4)]), Chunk(num_sequences=4, num_read_next=19)
 
 
 @pytest.mark.parametrize("wrong", [{"num_read_next": 25}, {"num_cached": 10}, {"num_cached": 40, "num_read_next": 0}])
 def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
-    assert GROUP.as_numbers.lay_out(FIRST, first_label=19).num_tokens == 31
+    layout = GROUP.as_numbers.lay_out(FIRST, first_label=19)
+    assert (layout.num_tokens, layout.head_index.min()) == (31, 19), "a published prompt runs no head"
+    prefill = GROUP.as_numbers.lay_out(Chunk(num_sequences=4, num_cached=19), 19, forward_only=False).prefill
+    assert (prefill.num_tokens, len(prefill.head_index)) == (19, 0), "nor does a prefilled one"
     with pytest.raises(ValueError, match="is no chunk"):
         GROUP.as_numbers.lay_out(replace(FIRST, **wrong), first_label=19)
 

@@ -142,6 +142,9 @@ def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the
     assert whole.time > 1.3 * ideal
     assert cut.slowest_over_mean < 1.05
     assert cut.time < 1.08 * ideal, "prompts that are computed twice included"
+    prompts, responses = np.array([1, 1, 1, 1, 1, 1, 5, 5]), np.array([6, 1, 4, 2, 2, 2, 5, 2])
+    few = Problem(np.array([0, 0, 0, 1, 1, 1, 2, 2]), 1000 * prompts, 1000 * responses, 2, 2)
+    assert few.solve().time <= few.solve(may_cut=False).time, "where it pays"
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
@@ -166,8 +169,7 @@ def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(batch: Batc
     order, ones = batch.order(), np.ones(len(batch.sequences), dtype=np.int64)
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(ones) - 1), min_size=1))))
     alone = batch.take(order.sequences[chosen]).order()
-    labels = np.minimum(1, alone.num_new)
-    together = order.select(chosen)
+    labels, together = np.minimum(1, alone.num_new), order.select(chosen)
     cost = price(together.num_shared, together.num_new, np.minimum(1, together.num_new)).sum()
     assert cost == pytest.approx(price(alone.num_shared, alone.num_new, labels).sum())
     assert together.num_new.sum() == alone.num_new.sum()

@@ -19,12 +19,10 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import COMPILED, Forecast, batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
-FLOPS = ModelFlops.of(text_skeleton(CONFIGS["4b"]))
-SIZES = TokenBytes.of(CONFIGS["4b"])
+FLOPS, SIZES = ModelFlops.of(text_skeleton(CONFIGS["4b"])), TokenBytes.of(CONFIGS["4b"])
 LEVELS = Levels(sizes=SIZES)
 P, R, N, G = 2048, 256, 8, 4
-GROUPS = batch_of_lengths([P] * G, [[R] * N] * G)
-WHOLE, TIGHT = G * N * (P + R), P + 2 * R
+GROUPS, WHOLE, TIGHT = batch_of_lengths([P] * G, [[R] * N] * G), G * N * (P + R), P + 2 * R
 
 
 def predict(batch: Sequences = GROUPS, budget: int = WHOLE, levels: Levels = LEVELS, **settings: Any) -> Forecast:
@@ -87,8 +85,7 @@ def test_sharing_alone_leaves_compiled_layers_out() -> None:
 )
 def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: float) -> None:
     """Of benchmarks/data: bfloat16 weights, gradients and SGD, of which a first update has no gradients yet."""
-    module = text_skeleton(CONFIGS["4b"])
-    found = predict(batch_of_lengths([prompt], [[response] * n]), budget=20480)
+    module, found = text_skeleton(CONFIGS["4b"]), predict(batch_of_lengths([prompt], [[response] * n]), budget=20480)
     weights = sum(weight.numel() for weight in module.parameters())
     held = found.peak_gib(WeightBytes.of(module, num_gpus=1)) - (16 - 2) * weights / 2**30
     assert held == pytest.approx(peak, rel=0.1)
@@ -132,8 +129,7 @@ def test_predictions_are_fitted_to_two_thirds_of_the_cases_of_an_h200_and_judged
         return np.abs(1 / (total - saved) / measured - 1)
 
     different = list(dict.fromkeys(cases))
-    held_out = np.array([different.index(case) % 3 == 2 for case in cases])
-    grid = np.arange(1, 3, 0.05)
+    held_out, grid = np.array([different.index(case) % 3 == 2 for case in cases]), np.arange(1, 3, 0.05)
     best = min(((a, b) for a in grid for b in grid), key=lambda speeds: errors(*speeds)[~held_out].mean())
     assert best == pytest.approx((COMPILED, known["flash_attn_4"]))
     every = errors(*best)

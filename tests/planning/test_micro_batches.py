@@ -32,8 +32,7 @@ from verl_pg_plugin.planning.micro_batches import (
 )
 
 Plan = list[list[MicroBatch]]
-ANY_BATCH = st.one_of(tries(), batches(max_sequences=10, with_classes=True))
-FREE = CacheWeights()
+ANY_BATCH, FREE = st.one_of(tries(), batches(max_sequences=10, with_classes=True)), CacheWeights()
 PROMPT = tuple(range(100, 200))
 GROUP = batch_of(*[(PROMPT, (i, i, i)) for i in range(8)])
 
@@ -110,8 +109,7 @@ def test_a_rank_makes_exactly_as_many_micro_batches_as_another_needs(data: st.Da
 def test_sequences_that_share_a_token_and_fit_are_computed_in_one_piece(data: st.DataObject, batch: Batch) -> None:
     limits = data.draw(limits_for(batch))
     plan = parts_of(data.draw(plans(batch, limits=limits, at_least=1)))
-    place = {s: i for i, part in enumerate(plan) for s in part.sequences}
-    groups = defaultdict(list)
+    place, groups = {s: i for i, part in enumerate(plan) for s in part.sequences}, defaultdict(list)
     for s, tokens in enumerate(batch.sequences):
         groups[batch.class_of(s), tokens[:2]].append(s)
     for group in groups.values():
@@ -209,6 +207,8 @@ def test_whole_groups_are_packed_together_longest_first() -> None:
     assert [len(part.sequences) for part in parts_of(plan)] == [8, 8, 8, 8]
     unique = batch_of(((1,), (1, 1, 1, 1)), ((2,), (2, 2, 2, 2)), ((3,), [3] * 8))
     assert members(cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)) == [[0, 1], [2]]
+    one_long = PrefixOrder(np.arange(4), np.array([9, 1, 1, 1]), np.zeros(4, dtype=np.int64))
+    assert len(cut_micro_batches(one_long, MicroBatchLimits(max_sequences=2))) == 2, "as few as hold them"
 
 
 def test_groups_of_one_micro_batch_are_parted_where_another_rank_needs_one_more() -> None:
