@@ -160,7 +160,8 @@ def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_c
 
 
 def test_a_setting_of_roles_that_follow_a_key_without_an_issue_is_refused(config_of) -> None:
-    found = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True"))
+    engines = " ".join(f"{role}.fsdp_config.pad_to_length=False" for role in (ACTOR, REF))  # which the actor's replaces
+    found = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True {engines}"))
     assert any("follows from the longest one" in issue.why for issue in found)
 
 

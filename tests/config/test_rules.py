@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from config_support import CRITIC
 from omegaconf import DictConfig, OmegaConf
+from transformers import Qwen3ForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.model import MtpConfig
 
@@ -18,14 +19,12 @@ from verl_pg_plugin.config.rules import RULES, STOCK, check_engine, engine_of, r
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS
 
-PACKED, PADDED = Mode.PACKED, Mode.PADDED_GROUPS
-GAE = f"{CRITIC} {ROLLOUT}.n=4 "
+PACKED, PADDED, GAE = Mode.PACKED, Mode.PADDED_GROUPS, f"{CRITIC} {ROLLOUT}.n=4 "
 
 NEXT, VL = f"{MODEL}.path={{models}}/qwen3_next", f"{MODEL}.path={{models}}/qwen3_vl"
 FUSED, COMPILED = f"{MODEL}.use_fused_kernels=True", "++prefix_grouper.compile_layers=True"
 BACKEND, UNPADDED = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.use_remove_padding=False"
-VISION = f"{MODEL}.override_config.attn_implementation"
-QAT = f"{ACTOR}.fsdp_config.qat"
+VISION, QAT = f"{MODEL}.override_config.attn_implementation", f"{ACTOR}.fsdp_config.qat"
 KEY_HEADS = f"{MODEL}.override_config.linear_num_key_heads"
 
 REFUSED: list[tuple[Mode, str, str, str, str]] = [
@@ -117,6 +116,8 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, monkeypatch
     (issue,) = errors(config_of(f"{ACTOR}.strategy=fsdp2"))
     assert "rotary angles of another dtype" in issue.why
     assert f"{ACTOR}.strategy=fsdp" in issue.fix
+    monkeypatch.setattr(Qwen3ForCausalLM, "supports_gradient_checkpointing", False)
+    assert errors(config_of(""))[0].why == "transformers has no gradient checkpointing for qwen3"
 
 
 OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"
@@ -129,3 +130,7 @@ OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"
 def test_verls_deprecated_size_wins_where_it_is_above_one_and_is_no_critics(config_of, settings, size) -> None:
     config = config_of(f"{settings} critic.fsdp.{SP}=2 critic.{SP}=4")
     assert [engine_of(config, role).sp_size for role in (ACTOR, "critic")] == [size, 2]
+
+
+def test_an_adapter_alone_makes_the_actor_its_own_reference_policy(config_of) -> None:
+    assert [roles_of(config_of(asked)) for asked in ("", f"{MODEL}.lora_adapter_path=a/b")] == [[ACTOR, REF], [ACTOR]]

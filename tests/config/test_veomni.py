@@ -16,8 +16,7 @@ from verl_pg_plugin.config.keys import ACTOR, MODEL, REF
 from verl_pg_plugin.config.preflight import RAY_INIT, preflight
 from verl_pg_plugin.issue import Issue
 
-FLAG = f"{ACTOR}.use_prefix_grouper=True"
-KEY = f"{ACTOR}.veomni"
+FLAG, KEY = f"{ACTOR}.use_prefix_grouper=True", f"{ACTOR}.veomni"
 
 REFUSED: list[tuple[str, str, str]] = [
     # override, part of the cause, part of the fix
@@ -72,6 +71,8 @@ def test_a_critic_is_refused_and_all_that_is_wrong_is_named_at_once(veomni_confi
     found = {issue.setting: issue.fix for issue in errors(veomni_config(*CRITIC.split(), *both))}
     assert found["critic.strategy=veomni"] == "model_engine=dp"
     assert found.keys() >= {*both}
+    one = f"{MODEL}.path={{models}}/qwen3_moe", f"++{MODEL}.override_config.num_experts_per_tok=1"
+    assert "zeros say that" in errors(veomni_config(*one, f"{KEY}.router_replay.mode=R2"))[0].why
 
 
 def test_ranks_of_the_reference_policy_share_tokens_as_the_actors_do(veomni_config) -> None:
@@ -79,7 +80,8 @@ def test_ranks_of_the_reference_policy_share_tokens_as_the_actors_do(veomni_conf
     assert "keeps that of a process's first engine" in issue.why
     assert issue.setting == f"{REF}.veomni.ulysses_parallel_size=2"
     assert issue.fix == f"{REF}.veomni.ulysses_parallel_size=1"
-    assert errors(veomni_config(f"{KEY}.ulysses_parallel_size=2")) == []
+    ignored = f"+{ACTOR}.ulysses_sequence_parallel_size=3", f"{MODEL}.use_liger=True"  # VeOmni brings its own kernels
+    assert errors(veomni_config(f"{KEY}.ulysses_parallel_size=2", *ignored)) == []
 
 
 def test_the_strategy_alone_is_told_which_group_brings_its_section(runnable_overrides: list[str]) -> None:

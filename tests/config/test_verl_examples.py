@@ -18,8 +18,7 @@ SIZES: dict[str, dict[str, Any]] = {name: {"text_config": TINY} for name in ("gl
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("examples")
-    types = {script["model"] for script in SCRIPTS.values()}
+    folder, types = tmp_path_factory.mktemp("examples"), {script["model"] for script in SCRIPTS.values()}
     configs = {name: transformers.CONFIG_MAPPING[name](**SIZES.get(name, TINY)) for name in types}
     return {name: save_checkpoint(folder / name, config) for name, config in configs.items()}
 
