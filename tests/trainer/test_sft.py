@@ -44,8 +44,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("sft")
     checkpoint = make_tiny_checkpoint(folder / "model", warm_up_steps=0)
     system = {"role": "system", "content": "Answer with a number and nothing else, however long the question is."}
-    draw = random.Random(0)
-    conversations = []
+    draw, conversations = random.Random(0), []
     for question in [*range(12)] * 2:
         asked = {"role": "user", "content": f"{question}+{question}="}
         conversations.append([system, asked, {"role": "assistant", "content": str(draw.randrange(10**5))}])

@@ -69,6 +69,8 @@ def test_sequences_with_one_uid_go_to_one_rank_whatever_follows_it_in_their_keys
 
 
 def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, monkeypatch: Any) -> None:
+    """Of a mini-batch, of which there are two."""
+
     def update(self: Any, batch: Any, metrics: dict[str, float]) -> Any:
         counted = {"logical": 44.0, "physical": 30.0, "padding": 4.0}
         metrics.update({f"actor/prefix_grouper/{name}_tokens": number for name, number in counted.items()})
@@ -76,7 +78,7 @@ def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, 
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
     verl_pg_plugin._keep_groups()
-    batch, metrics = make_batch(["a_0_0", "a_1_0", "b_0_0", "b_1_0"], responses=[3] * 4), {}
+    batch, metrics = make_batch([f"{uid}_{i}_0" for uid in "abcd" for i in (0, 1)], responses=[3] * 8), {}
     trainer._balance_batch(batch, metrics)
     trainer._update_actor(batch, metrics)
     assert metrics["prefix_grouper/balance/estimated_over_real_rows"] == (2 * (7 + 2 * 3)) / 26
