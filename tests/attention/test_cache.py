@@ -14,8 +14,7 @@ EXCHANGE = StateExchange.of(np.arange(0), publish=np.array([2]), published=np.ar
 
 def block(stop: int) -> CachedTokens:
     """Tokens that hold their positions: four float32 each."""
-    tokens = torch.arange(stop, dtype=torch.float32)
-    places = (KEYS, OUTPUTS)
+    tokens, places = torch.arange(stop, dtype=torch.float32), (KEYS, OUTPUTS)
     return CachedTokens(0, stop, {p: tokens.clone() for p in places}, dict.fromkeys(places, -tokens))
 
 

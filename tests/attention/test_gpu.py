@@ -79,8 +79,7 @@ def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> Non
     """Error norm at most 1.1x; the largest single error, one sample of a tail, at most 2x."""
     for name in ("out", "dq", "dk", "dv"):
         want = getattr(exact, name)
-        ours = (getattr(packed, name).float() - want).abs()
-        theirs = (getattr(replicated, name).float() - want).abs()
+        ours, theirs = (getattr(packed, name).float() - want).abs(), (getattr(replicated, name).float() - want).abs()
         assert ours.norm() <= 1.1 * theirs.norm(), f"{name}: {ours.norm():.3g} against {theirs.norm():.3g}"
         assert ours.max() <= 2 * theirs.max(), f"{name}: {ours.max():.3g} against {theirs.max():.3g} at worst"
 

@@ -60,13 +60,14 @@ SINKS = torch.zeros(4)
 )
 def test_keywords_and_the_layers_number_are_used_and_decoders_get_the_shape_they_reshape(keywords, options) -> None:
     """Cached tokens lie in the cache by the number of their layer."""
-    asked = AttentionOptions(**{"softmax_scale": 8**-0.5, "layer_idx": 7, **options})
-    context = packed()
+    asked, context = AttentionOptions(**{"softmax_scale": 8**-0.5, "layer_idx": 7, **options}), packed()
     with patch.object(context, "attend", wraps=context.attend) as attend:
         out = call(**keywords, prefix_grouper=context)
     assert attend.call_args.args[-1] == asked
     assert out.shape == (1, LAYOUT.num_tokens, 4, 8)
     assert torch.equal(out, packed().attend_packed(TENSORS.q, TENSORS.k, TENSORS.v, asked).unsqueeze(0))
+    with torch.autocast("cpu", torch.bfloat16):  # norms keep queries and keys in float32
+        assert packed().attend_packed(*(x.float() for x in TENSORS[:3]), asked).dtype == torch.bfloat16
 
 
 NO_LAYOUT = r"Layer \(layer 7\) runs with attention 'prefix_grouper_packed' but got no layout"

@@ -26,8 +26,7 @@ from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
 
 PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))
-SDPA = select_kernel("sdpa", "cpu")
-CUTS = st.sampled_from([(4, 3), (0.5, 0.0), (0.5, 1e9), (100, 0.0), (4, 1.0)])
+SDPA, CUTS = select_kernel("sdpa", "cpu"), st.sampled_from([(4, 3), (0.5, 0.0), (0.5, 1e9), (100, 0.0), (4, 1.0)])
 
 
 @given(
@@ -44,8 +43,7 @@ CUTS = st.sampled_from([(4, 3), (0.5, 0.0), (0.5, 1e9), (100, 0.0), (4, 1.0)])
 def test_random_trees_attend_like_their_sequences_alone(
     batch: Batch, heads: tuple[int, int], window: int, softcap: float, sinks: bool, value_dim: int, cuts: Any, seed: int
 ) -> None:
-    layout = batch.layout()
-    shape = {"head_dim": 4, "value_dim": value_dim, "sinks": sinks}
+    layout, shape = batch.layout(), {"head_dim": 4, "value_dim": value_dim, "sinks": sinks}
     tensors = random_tensors(layout.num_tokens, *heads, seed=seed, dtype=torch.float64, **shape)
     with pytest.MonkeyPatch.context() as monkeypatch:
         cut(monkeypatch, cuts)
@@ -69,8 +67,7 @@ CHUNKED = {
 def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, window, sinks, cuts, monkeypatch) -> None:
     """In training order, with at most so many sequences each: pending gradients reach the chunk that owns the token."""
     cut(monkeypatch, cuts)
-    whole = batch.layout()
-    row_of = {key: row for row, (_, key) in enumerate(part_keys(batch, 0))}
+    whole, row_of = batch.layout(), {key: row for row, (_, key) in enumerate(part_keys(batch, 0))}
     tensors = random_tensors(whole.num_tokens, 4, 2, 4, seed=0, dtype=torch.float64, sinks=sinks)
     expected = dense_outcome(tensors, batch, window)  # its scale is that of four numbers
     found = [torch.full_like(x, torch.nan) for x in (expected.out, expected.dq, expected.dk, expected.dv)]

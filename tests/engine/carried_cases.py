@@ -12,8 +12,7 @@ SYSTEM, TURN = list(range(5)), list(range(40, 52))
 
 def trie() -> list[Sample]:
     """Three levels with labels on inner rows: a first turn, branches, branches of branches."""
-    rng = np.random.default_rng(3)
-    samples = []
+    rng, samples = np.random.default_rng(3), []
     for _ in range(3):
         turn = rng.integers(97, size=9).tolist()
         for _ in range(3):

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tensordict import TensorDict
 from tests.architectures.tiny_configs import save_causal
 from tests.engine.carried_cases import trie
 from tests.engine.ranks import on_ranks
+from tests.engine.test_exactness import FUSED_HEAD
 from tests.engine.test_heads import SAMPLES
 from tests.mixers.hybrids import save_hybrid
 from tests.modalities.tiny_vision import KINDS, MIXED, image_batch, save_vision_model
@@ -28,9 +30,9 @@ from verl_pg_plugin.engine import activations, compiled_layers
 from verl_pg_plugin.engine import engine as engine_module
 from verl_pg_plugin.planning import activation_level
 from verl_pg_plugin.planning.activation_level import Level, Room
+from verl_pg_plugin.planning.memory import WeightBytes
 
-LAYERS = 4
-CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)
+LAYERS, CUT = 4, make_batch(SAMPLES, max_token_len_per_gpu=40)
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
 
@@ -199,7 +201,7 @@ def test_attention_runs_as_often_as_asked_also_where_a_layer_attends_twice(tmp_p
 def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: str, monkeypatch, caplog) -> None:
     """On a GPU that is made up: levels of the micro-batches, and the same bits."""
     monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
-    engine = make_engine(qwen3)
+    engine, splits = make_engine(qwen3), make_engine(qwen3, splits=True)
     results = [update_at("auto", engine, CUT)]
     monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(activation_level, "OVER_STOCK", 100.0)
@@ -216,6 +218,10 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
         results.append(update_at("auto", engine, CUT))
     assert same_bits(results)
+    monkeypatch.setattr(activation_level.Levels, "choose", choose := Mock(return_value=Level.ATTENTION))
+    plan = splits.plan(make_batch(trie(), max_token_len_per_gpu=56), forward_only=False)
+    of_each = [call(p.layout.num_tokens, len(p.layout.head_index), **p.layout.cache_use) for p in plan.micro_batches]
+    assert (choose.call_args_list, plan.num_split_groups > 0) == (of_each, True)
 
 
 def test_what_fsdp2_itself_offloads_is_taken_from_the_host_once(qwen3: str, monkeypatch) -> None:
@@ -234,6 +240,9 @@ def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen
     assert told(model={"enable_gradient_checkpointing": False}).endswith("(without gradient checkpointing)")
     monkeypatch.setattr(engine_module, "decoder_layers", lambda module: [])
     assert told().endswith("(by the model's own checkpoints)")
+    whole, fused = make_engine(qwen3, engine={"logits_chunk_size": 0}), make_engine(qwen3, model=FUSED_HEAD)
+    found = [engine._levels(forward_only=True) for engine in (make_engine(qwen3), whole, fused)]
+    assert [(of.logits_at_once, of.fused_kernels) for of in found] == [(False, False), (True, False), (False, True)]
 
 
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
@@ -294,7 +303,9 @@ def test_under_lora_gradients_and_optimizer_are_those_of_adapters(qwen3: str) ->
 def test_layers_that_fsdp2_keeps_whole_until_their_backward_are_counted_once(qwen3: str, monkeypatch) -> None:
     """Also where a forward alone has left them whole."""
     engine, seen = make_engine(qwen3, engine={"reshard_after_forward": False}), []
+    monkeypatch.setattr(WeightBytes, "of", count := Mock(wraps=WeightBytes.of))
     assert engine._weight_bytes.gathered > make_engine(qwen3)._weight_bytes.gathered
+    assert count.call_args.kwargs == {"keeps_weights": False, "keeps_gradients": True}
     infer(engine, CUT)
     monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(

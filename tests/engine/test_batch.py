@@ -42,8 +42,7 @@ def test_a_temperature_of_one_element_is_everybodys(shape: tuple[int, ...]) -> N
 
 def test_legacy_left_padded_batch_without_position_ids() -> None:
     """verl's left_right_2_no_padding leaves padded prompts and responses beside the attention mask."""
-    ids = [[*s.prompt, *s.response] for s in SAMPLES]
-    padding = [[0] * (4 - len(s.response)) for s in SAMPLES]
+    ids, padding = [[*s.prompt, *s.response] for s in SAMPLES], [[0] * (4 - len(s.response)) for s in SAMPLES]
     mask = [[0, 0, *[1] * len(row), *zeros] for row, zeros in zip(ids, padding, strict=True)]
     fields = {
         "input_ids": jagged(map(torch.tensor, ids)),
@@ -178,8 +177,7 @@ def test_verl_finds_nothing_left_to_move_and_no_field_that_a_loss_reads_is_lost(
 
 @pytest.mark.gpu
 def test_the_host_goes_on_while_the_gpu_is_at_work() -> None:
-    device = torch.cuda.current_device()
-    batch = mini_batch()
+    device, batch = torch.cuda.current_device(), mini_batch()
     expected = select(batch, device)  # the first one allocates
     torch.cuda.synchronize()
     try:

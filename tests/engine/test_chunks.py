@@ -52,8 +52,7 @@ def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: st
     assert (plan.num_split_groups > 0) == splits
 
 
-TRIE, SECOND = trie(), group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21)
-SMALL = [*group(6, [7, 1], 3), *group(9, [4, 4], 2)]
+TRIE, SECOND, SMALL = trie(), group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21), [*group(6, [7, 1], 3), *group(9, [4, 4], 2)]
 RANKS: dict[str, tuple[list[Sample], list[Sample]]] = {
     "two against none": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND[:3]]),
     "two against one": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND]),

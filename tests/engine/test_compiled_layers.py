@@ -27,8 +27,7 @@ from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_fo
 
 BUDGET = 40  # of which the first group of each batch takes more
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
-WHOLE = make_batch(RAGGED[0])
-COMPILE = torch.compile
+WHOLE, COMPILE = make_batch(RAGGED[0]), torch.compile
 
 
 def forget_graphs() -> None:
@@ -129,8 +128,7 @@ def test_a_compiler_that_fails_is_named_with_the_way_around(compile_with) -> Non
 
 
 def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with_the_way_around() -> None:
-    dtypes = iter((torch.bfloat16, torch.float32))
-    x = torch.ones(3, requires_grad=True)
+    dtypes, x = iter((torch.bfloat16, torch.float32)), torch.ones(3, requires_grad=True)
     way_around = r"CheckpointError.*metadata.*set \+\+prefix_grouper.compile_layers=False"
     with pytest.raises(LayerCompilerError, match=way_around), compiling():
         checkpoint(lambda x: x.to(next(dtypes)) ** 2, x, use_reentrant=False).sum().backward()

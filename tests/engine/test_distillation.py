@@ -29,8 +29,7 @@ from tests.support import (
 )
 from verl_pg_plugin.issue import BatchError
 
-K = 8
-BEGINNINGS = CASES["one_response_is_the_beginning_of_another"]
+K, BEGINNINGS = 8, CASES["one_response_is_the_beginning_of_another"]
 LOSSES = [  # verl refuses k1 as a supervised loss
     *((mode, True, True) for mode in ("k1", "k3", "kl")),
     *((mode, False, True) for mode in ("k3", "k2", "mse", "abs", "low_var_kl", "kl")),
@@ -142,8 +141,7 @@ def test_top_k_under_ulysses(qwen3: str) -> None:
 
 
 def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:
-    engine = make_engine(qwen3, model=FUSED_HEAD)
-    batch = with_teacher(make_batch(MIXED, calculate_entropy=False))
+    engine, batch = make_engine(qwen3, model=FUSED_HEAD), with_teacher(make_batch(MIXED, calculate_entropy=False))
     loss = loss_of("k1", True, False)
     update(engine, batch, loss)
     with pytest.raises(BatchError, match=r"forward_kl_topk reads; set .*use_fused_kernels=False"):

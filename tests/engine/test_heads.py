@@ -1,5 +1,6 @@
 """The head in chunks gives what the whole head gives, where chunks meet the rest of the engine."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,12 +56,13 @@ def test_it_steps_aside_with_a_warning_where_the_head_is_not_the_last_product(ca
 
 def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
     """Added in bf16, the parts of 512 chunks would leave an error of several roundings, and not of one."""
-    generator = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(8, 16).to(torch.bfloat16)
+    generator, head = torch.Generator().manual_seed(0), torch.nn.Linear(8, 16).to(torch.bfloat16)
     hidden = torch.rand(1, 512, 8, generator=generator).to(torch.bfloat16)
     request = LogProbRequest(torch.zeros(512, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
     parameters = [head.weight, head.bias]
-    whole = request.outputs(torch.nn.functional.linear(hidden, *parameters).squeeze(0))
+    whole = request.outputs(logits := torch.nn.functional.linear(hidden, *parameters).squeeze(0))
+    assert whole.dtype == torch.float32
+    assert replace(request, temperature=0.0).outputs(logits).isfinite().all(), "greedy"
     expected = torch.autograd.grad(whole.sum(), parameters)
     assert LogProbHead(head, 1).take(request)
     found = torch.autograd.grad(head(hidden).sum(), parameters)

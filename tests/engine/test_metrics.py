@@ -1,6 +1,7 @@
 """A mini-batch reports what its tokens cost, and means of its loss over all tokens, however it is cut."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,7 @@ TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])
 SEQUENCES = Sequences(TOKENS, offsets=np.array([0, 4, 8, 12, 16]), prompt_lengths=np.array([3, 3, 3, 3]))
 NONE = MiniBatchCosts()
 SHARED, ALONE = 2 * (4 * 100 + 2 * 10 + (1 + 2 + 3 + 3)), 4 * (4 * 100 + 4 * 10 + (1 + 2 + 3 + 4))
-GAIN = pytest.approx(ALONE / SHARED)
-WHOLE_PROMPTS = 16 / (2 * 2 + 4 * 1)
+GAIN, WHOLE_PROMPTS = pytest.approx(ALONE / SHARED), 16 / (2 * 2 + 4 * 1)
 FULL = [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)]
 VERIFIED = [MiniBatchCosts(True, num_verified=n, verify_max_error=error) for n, error in ((4, 1e-6), (2, 3e-6))]
 # Groups are prompts: all four begin with token 1, one root.
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "micro-batches of one prompt": ({}, {"groups_per_micro_batch": 1}),
     "micro-batches of two prompts": ({"indices": [[0, 2], [1, 3]]}, {"groups_per_micro_batch": 2}),
-    "the memory of the fullest rank": ({"costs": FULL}, {"peak_carried_gib": 2.0}),
+    "the memory of the fullest rank": ({"costs": FULL}, {"peak_carried_gib": 2.0, "host_gib": 1.0}),
     "verified samples of all ranks": ({"costs": VERIFIED}, {"verified_rows": 6.0, "verify_max_error": 3e-6}),
     "nothing verified": ({"costs": [MiniBatchCosts(True)]}, {"verified_rows": 0.0, "verify_max_error": None}),
     "nothing to verify": ({}, {"verified_rows": None, "verify_max_error": None}),
@@ -62,10 +62,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def told_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int = 1) -> dict[str, Any]:
     """Of these micro-batches and what they cost on each rank, where so many ranks share a sequence."""
     micro_batches = [
-        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.ATTENTION, True, True)
+        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.INPUTS_ON_HOST, True, True)
         for members in map(list, indices)
     ]
-    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, 0, [], 0, False, Levels())
+    levels = Levels(sizes=SimpleNamespace(held=lambda level: 2**28))  # bytes of each of four tokens
+    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, 0, [], 0, False, levels)
     return mini_batch_metrics([figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs], sp_size, "sdpa")
 
 

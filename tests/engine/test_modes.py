@@ -14,7 +14,7 @@ from tests.engine.test_exactness import MIXED, PADDED
 from tests.models.test_forward import save_qwen3
 from tests.support import check_exact, clone, critic_batch, default_loss, make_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
-from verl_pg_plugin.engine.prepare import prepare_model
+from verl_pg_plugin.engine.prepare import check_no_dropout, prepare_model
 from verl_pg_plugin.modalities import TEXT
 
 
@@ -40,6 +40,8 @@ def test_dropout_and_a_class_outside_the_attention_interface_are_named() -> None
     said = r"attention_dropout=0\.1.*override_config\.attention_dropout=0\.0.*BloomForCausalLM does not go through"
     with pytest.raises(ValueError, match=f"{said}.*use_prefix_grouper=False"):
         prepare_model(module, TEXT, compiles=False)
+    with pytest.raises(ValueError, match=r"0 drops out with p=0\.3"):
+        check_no_dropout(torch.nn.Sequential(torch.nn.AlphaDropout(0.3)))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -55,8 +57,7 @@ def test_value_class_that_the_checkpoint_brings_along(value_model: str, tmp_path
 
 def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> None:
     """verl's critic usually starts from the actor's checkpoint."""
-    engine = make_engine(save_qwen3(tmp_path), critic=True)
-    batch, losses = critic_batch(MIXED), []
+    engine, batch, losses = make_engine(save_qwen3(tmp_path), critic=True), critic_batch(MIXED), []
     for _ in range(4):
         with engine.train_mode():
             losses.append(sum(engine.train_batch(clone(batch), default_loss(batch))["loss"]))
@@ -71,7 +72,6 @@ def test_architecture_without_a_token_classifier_is_an_error_with_a_way_out(tmp_
 
 def test_mode_off_on_a_cpu_loads_and_gives_the_same_values(value_model: str) -> None:
     """verl alone asks for flash-attn, which no CPU has."""
-    batch = critic_batch(MIXED[:3])
-    off = make_engine(value_model, packed=False, critic=True)
+    batch, off = critic_batch(MIXED[:3]), make_engine(value_model, packed=False, critic=True)
     assert verl_model.load_valuehead_model.__module__ == "verl.utils.model", "verl's own loader is put back"
     check_exact(off, value_model, batch)

@@ -13,8 +13,7 @@ from verl_pg_plugin.config import PrefixGrouperEngineConfig
 from verl_pg_plugin.engine import registration
 from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
 
-STOCK = "verl.workers.engine.fsdp.transformer_impl"
-OURS = "PrefixGrouperFSDPEngineWithLMHead"
+STOCK, OURS = "verl.workers.engine.fsdp.transformer_impl", "PrefixGrouperFSDPEngineWithLMHead"
 CPU, NVIDIA, NO_PLUGINS = {"VERL_PLATFORM": "cpu"}, {"VERL_PLATFORM": "nvidia"}, {"VERL_USE_EXTERNAL_PLUGINS": "none"}
 
 BUILT = """

@@ -14,7 +14,10 @@ from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
 from tests.precision import PRECISIONS
-from tests.support import check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
+from tests.support import check_exact, critic_batch, group, infer, jagged, make_engine, save_tiny_model, update
+from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.engine import verify as verify_module
+from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, relative_errors
 from verl_pg_plugin.layout import PackedLayout
 
@@ -167,8 +170,9 @@ def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) 
 
 
 def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
-    loose, strict = (make_engine(qwen3, engine={**FIRST, "verify_tolerance": t}) for t in (10.0, 1e-9))
-    assert inferred(break_layouts(loose), WHOLE)["prefix_grouper/verify_max_error"][0] > 0.01
+    loose, strict = (make_engine(qwen3, engine={**ALWAYS, "verify_tolerance": t}) for t in (10.0, 1e-9))
+    two = make_batch(SAMPLES[4:], use_dynamic_bsz=False, micro_batch_size_per_gpu=2)  # the last shares nothing
+    assert inferred(break_layouts(loose), two)["prefix_grouper/verify_max_error"][0] > 0.01
     with pytest.raises(MismatchError, match="tolerance 1e-09"):
         infer(strict, WHOLE)
 
@@ -178,6 +182,16 @@ def test_a_critic_is_verified_by_its_values(value_model: str) -> None:
     check_exact(make_engine(value_model, engine=FIRST, critic=True), value_model, batch)
     with pytest.raises(MismatchError, match="values of response token"):
         update(break_layouts(make_engine(value_model, engine=FIRST, critic=True)), batch)
+
+
+def test_samples_take_turns_layers_have_noise_of_their_own_and_what_rounding_may_change_is_not_compared() -> None:
+    sequences, options = read_sequences(WHOLE), PrefixGrouperOptions(verify="every_1")
+    verifier = verify_module.Verifier(options, "", torch.float32)
+    assert {sample for _ in range(4) for sample in verifier.choose(None, sequences, "update")} == set(range(7))
+    move, ones = verify_module.rounding_noise(), torch.ones(64)
+    assert not torch.equal(move(ones), move(ones))
+    outputs = {name: jagged([torch.zeros(4)]) for name in ("values", "overlap_count")}
+    assert verify_module.read_responses(outputs, [0], np.array([2])).keys() == {"values"}
 
 
 @pytest.mark.parametrize("noise", [[1e-7] * 100, [float("nan"), 1e-7], [float("inf")]], ids=["little", "nan", "inf"])
