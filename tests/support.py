@@ -99,8 +99,7 @@ def group(prompt_length: int, response_lengths: Sequence[int], seed: int) -> lis
 
 def critic_batch(samples: list[Sample], **settings: Any) -> TensorDict:
     """``make_batch`` with the fields of verl's critic update."""
-    batch = make_batch(samples, **settings)
-    rng = np.random.default_rng(5)
+    batch, rng = make_batch(samples, **settings), np.random.default_rng(5)
     for name in ("values", "returns"):
         rows = [torch.tensor(rng.normal(0.0, 0.3, len(s.response)), dtype=torch.float32) for s in samples]
         batch[name] = jagged(rows)
@@ -393,8 +392,7 @@ def assert_same(actual: Result, expected: Result) -> None:
     tolerance = 1e-10 if all(x.dtype == torch.float64 for x in tensors) else 1e-5
     for name, rows in actual.outputs.items():
         for row, (got, want) in enumerate(zip(rows, expected.outputs[name], strict=True)):
-            error = (got.double() - want.double()).abs()
-            bound = tolerance * want.double().abs().clamp(min=1.0)
+            error, bound = (got.double() - want.double()).abs(), tolerance * want.double().abs().clamp(min=1.0)
             assert (error <= bound).all(), (
                 f"{name}, sequence {row}: off by {error.max():.3g} at token {int(error.argmax())}"
             )

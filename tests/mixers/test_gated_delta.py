@@ -76,8 +76,7 @@ def forwards_in_memory() -> set[int]:
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in SPLIT.items() for case in cases])
 def test_split_groups_are_exact(kind: str, case: str, hybrids: dict) -> None:
     samples, budget = CASES[case]
-    engine = make_engine(hybrids[kind], splits=True)
-    before = forwards_in_memory()
+    engine, before = make_engine(hybrids[kind], splits=True), forwards_in_memory()
     check_exact(engine, hybrids[kind], make_batch(samples, max_token_len_per_gpu=budget), splits=True)
     assert forwards_in_memory() <= before, "cached tokens outlive the update"
 

@@ -23,8 +23,7 @@ from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import Depths, Windows, convolve, delta_rule_over, plain_convolution
 from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
-OBSTACLES = kernel_obstacles("cuda")
+pytestmark, OBSTACLES = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")], kernel_obstacles("cuda")
 with_fla = pytest.mark.skipif(bool(OBSTACLES), reason="; ".join(OBSTACLES))
 HEADS = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05, **HEADS}
@@ -75,8 +74,7 @@ def test_the_recurrence_over_a_trie_is_that_of_every_sequence_alone(depth: int) 
     layout = batch.layout()
     inputs = recurrence_inputs(layout.num_tokens)
     out = delta_rule_over(Depths.from_layout(layout, "cuda"), fla_rule(), inputs, use_qk_l2norm_in_kernel=True)
-    weight = on_gpu(*out.shape, seed=9).float()
-    readers = torch.zeros(layout.num_tokens, 1, 1, device="cuda")
+    weight, readers = on_gpu(*out.shape, seed=9).float(), torch.zeros(layout.num_tokens, 1, 1, device="cuda")
     want = [torch.zeros_like(x, dtype=torch.float32) for x in inputs]
     for sequence in batch.sequences:
         rows = torch.tensor(sequence_rows(layout, sequence), device="cuda")
@@ -122,8 +120,7 @@ def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
     layout, width = trie_of_depth(3).layout(), 256
     weight = torch.randn(width, 4, generator=torch.Generator().manual_seed(1))
     x = torch.randn(1, width, layout.num_tokens, generator=torch.Generator().manual_seed(0))
-    out_weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    found = []
+    out_weight, found = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)), []
     for device in ("cpu", "cuda"):
         own, w = (tensor.to(device).detach().requires_grad_() for tensor in (x, weight))
         windows = Windows.from_layout(layout, 4, torch.device(device))
@@ -155,8 +152,7 @@ def test_options_of_packed_mode_change_bf16_numbers_by_rounding_alone(hybrid: st
 @with_fla
 def test_split_groups_change_bf16_numbers_by_rounding_alone(hybrid: str) -> None:
     samples = group(300, [60, 33, 90, 5, 71, 64, 20, 48] * 4, 1)
-    reference = alone(hybrid, make_batch(samples))
-    engine = make_engine(hybrid, splits=True, engine=BF16, model=FLASH)
+    reference, engine = alone(hybrid, make_batch(samples)), make_engine(hybrid, splits=True, engine=BF16, model=FLASH)
     whole = error_of(engine, make_batch(samples), reference, LOSS)
     with splitting(engine):
         split = error_of(engine, make_batch(samples, max_token_len_per_gpu=900), reference, LOSS)

@@ -54,8 +54,7 @@ def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("with_convolutions")
 def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: dict) -> None:
-    batch = make_batch(TREE, max_token_len_per_gpu=28)
-    engine = make_engine(toy, engine=options)
+    batch, engine = make_batch(TREE, max_token_len_per_gpu=28), make_engine(toy, engine=options)
     check_exact(engine, toy, batch)
     assert engine.shared_model.layers == {"attention": 2, "convolution": 1}
     assert not engine.shared_model.prefix_cache, "so its groups are not split"

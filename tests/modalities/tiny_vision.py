@@ -149,8 +149,7 @@ def position_ids(model: Any, sample: Shot) -> torch.Tensor:
 
 def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDict:
     """As verl's V1 trainer hands the samples to an engine, with what its agent loop adds to images."""
-    batch = make_batch(samples, **settings)
-    positions = [position_ids(load(path), sample) for sample in samples]
+    batch, positions = make_batch(samples, **settings), [position_ids(load(path), sample) for sample in samples]
     batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
     rows = [{name: tensor.clone() for name, tensor in sample.inputs.items()} for sample in samples]
     for row in rows:
@@ -163,8 +162,7 @@ def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDi
 SYSTEM, QUESTION = [10, 11, 12], [20, 21, 22, 23]
 CAT, DOG = Shown((1, 8, 12), 1), Shown((1, 8, 12), 2)
 """Two images of one size: their tokens are equal."""
-WIDE, CHART = Shown((1, 4, 8), 3), Shown((1, 4, 8), 5)
-OTHER_CHART = Shown((1, 4, 8), 6)
+WIDE, CHART, OTHER_CHART = Shown((1, 4, 8), 3), Shown((1, 4, 8), 5), Shown((1, 4, 8), 6)
 
 TWO_GROUPS = [
     *shots([SYSTEM, CAT, QUESTION], [40, 41, 42, 43], [40, 44], [45, 46, 47, 48, 49]),

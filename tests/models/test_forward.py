@@ -216,10 +216,8 @@ def test_rows_of_padding_are_zero_and_others_are_as_alone_down_to_one_token(chec
 
 
 def test_position_ids_of_the_caller_are_used(checkpoint: str) -> None:
-    model = load(checkpoint)
-    input_ids = random_ids(2, 7)
-    position_ids = torch.tensor([[0, 1, 2, 10, 11, 30, 31]])
-    causal = torch.ones(1, 1, 7, 7).tril().bool()
+    model, input_ids = load(checkpoint), random_ids(2, 7)
+    position_ids, causal = torch.tensor([[0, 1, 2, 10, 11, 30, 31]]), torch.ones(1, 1, 7, 7).tril().bool()
     alone = [model(row[None], attention_mask=causal, position_ids=position_ids).logits for row in input_ids]
     got = model(input_ids, attention_mask=torch.ones_like(input_ids), position_ids=position_ids).logits
     torch.testing.assert_close(got, torch.cat(alone), rtol=1e-5, atol=1e-5)
@@ -292,11 +290,9 @@ def test_the_engine_is_exact_in_every_mode_and_gradients_reach_all_weights(check
     assert all(isinstance(layer, FSDPModule) for layer in layers), "a layer is gathered by itself"
 
 
-IDS = random_ids(2, 6)
-ONES = torch.ones(2, 6, dtype=torch.long)
+IDS, ONES = random_ids(2, 6), torch.ones(2, 6, dtype=torch.long)
 GROUPER = PrefixGrouper([[2, 2, 1], [3, 2]], device="cpu")  # (2 groups, 5 tokens)
-GROUPED = {"input_ids": IDS[:, :5], "prefix_grouper": GROUPER}
-ROWS = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
+GROUPED, ROWS = {"input_ids": IDS[:, :5], "prefix_grouper": GROUPER}, torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
 PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
 
 

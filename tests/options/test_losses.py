@@ -95,8 +95,7 @@ def test_importance_ratio_is_one_at_step_zero_whatever_the_cut(engines: Engines)
 
 
 def test_kl_loss_against_another_model(engines: Engines, tmp_path: Path) -> None:
-    other = save_tiny_model(tmp_path / "other", seed=7)
-    batch = batch_of(DEFAULT)
+    other, batch = save_tiny_model(tmp_path / "other", seed=7), batch_of(DEFAULT)
     options = {"forward_only": True, "model_dtype": "fp32", "param_offload": True, "logits_chunk_size": 3}
     batch["ref_log_prob"] = jagged(check_outputs(make_engine(other, engine=options), other, batch)["log_probs"])
     check_exact(engines.of(DEFAULT), engines.checkpoint.model, batch, actor_loss(kl_loss_coef=1.0))

@@ -30,8 +30,7 @@ STEPS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def round_weight(weight: torch.Tensor, global_amax: torch.Tensor, block_size: int = 16) -> torch.Tensor:
     """What verl's Triton kernel does: blocks with a scale in FP8, and numbers in FP4, ties to even."""
-    blocks = weight.float().reshape(-1, block_size)
-    scale = global_amax.float() / (6 * 448)
+    blocks, scale = weight.float().reshape(-1, block_size), global_amax.float() / (6 * 448)
     of_block = (blocks.abs().amax(-1, keepdim=True) / (6 * scale)).clamp(max=448).to(torch.float8_e4m3fn)
     of_block = of_block.float() * scale
     of_block = torch.where(of_block >= 1e-5, of_block, 1.0)

@@ -26,8 +26,7 @@ from tests.options.table import SAMPLES
 from tests.options.test_veomni import INSTALLED, pytestmark  # noqa: F401
 from tests.support import Result, assert_same, check_exact, infer, make_engine, old_outputs, run_reference, update
 
-LAYERS, EXPERTS, PER_TOKEN = 2, 8, 2
-CUTS = {"whole groups": 90, "split groups": 38}
+LAYERS, EXPERTS, PER_TOKEN, CUTS = 2, 8, 2, {"whole groups": 90, "split groups": 38}
 
 
 def routes_of_rollouts(batch: TensorDict) -> torch.Tensor:
@@ -102,8 +101,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         dist.all_gather_object(of_ranks, [row.clone() for row in recorded.unbind()])
         rows = [row for of_rank in of_ranks[::ulysses] for row in of_rank]
         batch["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-        expected = reference(path, batch).of_rank(mine)
-        got = update(engine, own, return_model_output=True)
+        expected, got = reference(path, batch).of_rank(mine), update(engine, own, return_model_output=True)
         outputs = old_outputs(engine, own)
         del outputs["routed_experts"]
         assert_same(got, expected)

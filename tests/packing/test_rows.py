@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from verl_pg_plugin.packing import create_pack_group, pack_grouped_data, pack_grpo_data, pad_sequence_to_length
 
-Batch = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-EOS = 7
+Batch, EOS = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 7
 
 
 def make_batch(prompt: list[tuple[int, int]], response: list[tuple[int, int]], seq: int, seed: int = 0) -> Batch:
     """A batch whose prompt and response masks are set on half-open spans; equal ends leave a mask empty."""
-    rng = np.random.default_rng(seed)
-    column = np.arange(seq)
+    rng, column = np.random.default_rng(seed), np.arange(seq)
 
     def mask(spans: list[tuple[int, int]]) -> np.ndarray:
         first, last = np.array(spans, dtype=np.int64).reshape(-1, 2).T[..., None]
@@ -29,8 +27,7 @@ def make_batch(prompt: list[tuple[int, int]], response: list[tuple[int, int]], s
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    seq = draw(st.integers(1, 24))
-    prompt, response = [], []
+    seq, prompt, response = draw(st.integers(1, 24)), [], []
     for _ in range(draw(st.integers(0, 8))):
         first, middle, last = sorted(draw(st.tuples(*[st.integers(0, seq)] * 3)))
         prompt.append((first, middle))

@@ -66,8 +66,7 @@ def test_gradients_pass_gradcheck_to_second_order(device: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 50), (64, 1024)], ids=["small", "threaded"])
 @pytest.mark.parametrize("bad_id", [-1, 4, 2**32])
 def test_an_id_out_of_range_raises_and_names_the_range(device: str, shape: tuple[int, int], bad_id: int) -> None:
-    values = torch.ones(shape, device=device)
-    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    values, ids = torch.ones(shape, device=device), torch.zeros(shape, dtype=torch.int64, device=device)
     ids[0, -1] = bad_id  # 4 would be the next row's first segment
     with pytest.raises(IndexError, match="num_segments=4"):
         batch_unsorted_segment_sum(values, ids, 4)

@@ -134,8 +134,7 @@ def test_a_run_that_outlives_its_time_is_ended_with_every_process_it_started(tmp
 @pytest.mark.timeout(1500)
 def test_both_modes_are_timed_on_the_cpu_and_a_mode_that_fails_keeps_the_others_figures(tmp_path: Path) -> None:
     """End to end: generated checkpoint and prompts, verl's trainer, Ray; the third mode is refused by the plugin."""
-    results = tmp_path / "results"
-    command = [sys.executable, str(SCRIPT), "--cases", "64,8,4,2", "--steps", "2"]
+    results, command = tmp_path / "results", [sys.executable, str(SCRIPT), "--cases", "64,8,4,2", "--steps", "2"]
     command += ["--modes", "rmpad", "packed", "packed:attention_kernel=none_such", "--max-token-len", "1024"]
     command += ["--work-dir", str(tmp_path / "work"), "--output-dir", str(results)]
     done = subprocess.run(command, capture_output=True, text=True)
