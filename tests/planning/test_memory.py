@@ -159,6 +159,7 @@ def test_a_group_that_exceeds_stock_memory_is_split_but_where_its_split_would_ta
     assert len(cut_micro_batches(few_share_much, MicroBatchLimits(33_792), levels=tight)) > 1
     assert len(cut_micro_batches(few_share_much, MicroBatchLimits(max_sequences=2), levels=LEVELS)) == 2
     assert micro_batches(1024, 1024, 16, 4096, NO_HOST) > 1
+    assert micro_batches(8192, 1024, 20, 10_000, replace(NO_HOST, ranks=2, room=Room(1.0, host=0))) > 1
 
 
 def test_stock_verl_makes_as_few_micro_batches_as_it_can_and_evens_them() -> None:
