@@ -23,7 +23,8 @@ from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import Depths, Windows, convolve, delta_rule_over, plain_convolution
 from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
 
-pytestmark, OBSTACLES = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")], kernel_obstacles("cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
+OBSTACLES = kernel_obstacles("cuda")
 with_fla = pytest.mark.skipif(bool(OBSTACLES), reason="; ".join(OBSTACLES))
 HEADS = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05, **HEADS}
@@ -120,7 +121,8 @@ def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
     layout, width = trie_of_depth(3).layout(), 256
     weight = torch.randn(width, 4, generator=torch.Generator().manual_seed(1))
     x = torch.randn(1, width, layout.num_tokens, generator=torch.Generator().manual_seed(0))
-    out_weight, found = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)), []
+    out_weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    found = []
     for device in ("cpu", "cuda"):
         own, w = (tensor.to(device).detach().requires_grad_() for tensor in (x, weight))
         windows = Windows.from_layout(layout, 4, torch.device(device))

@@ -26,7 +26,8 @@ from tests.options.table import SAMPLES
 from tests.options.test_veomni import INSTALLED, pytestmark  # noqa: F401
 from tests.support import Result, assert_same, check_exact, infer, make_engine, old_outputs, run_reference, update
 
-LAYERS, EXPERTS, PER_TOKEN, CUTS = 2, 8, 2, {"whole groups": 90, "split groups": 38}
+LAYERS, EXPERTS, PER_TOKEN = 2, 8, 2
+CUTS = {"whole groups": 90, "split groups": 38}
 
 
 def routes_of_rollouts(batch: TensorDict) -> torch.Tensor:

@@ -129,16 +129,15 @@ def micro_batches(prompt: int, response: int, n: int, budget: int, levels: Level
     return sum(map(len, cut_micro_batches(build_prefix_order(batch.tokens, batch.offsets), limits, levels=levels)))
 
 
-NO_HOST, LONG, WIDE = replace(LEVELS, room=replace(ROOM, host=0.0)), (32768, 1024, 16), (8192, 1024, 64)
+NO_HOST = replace(LEVELS, room=replace(ROOM, host=0.0))
+LONG, WIDE = (32768, 1024, 16), (8192, 1024, 64)
 STAYS = (32768, 1024, 27)  # of 60,415 tokens, where 1.57 budgets take what stock verl does
 LITTLE = 40_000.0 * SIZES["4b"].on_device(Level.INPUTS)
 
 
 def test_a_group_above_the_budget_stays_whole_where_a_host_level_holds_it() -> None:
     assert micro_batches(*LONG, 40960, LEVELS) == 1
-    assert micro_batches(*LONG, 40960, LEVELS, others=2300) == 2, (
-        "it takes one micro-batch, and not those of its tokens"
-    )
+    assert micro_batches(*LONG, 40960, LEVELS, others=2300) == 2, "it is one micro-batch, not those of its tokens"
     assert micro_batches(*LONG, 40960, NO_HOST) == 1, "inputs take less than stock"
     assert micro_batches(*LONG, 40960, replace(LEVELS, asked=Level.ATTENTION)) > 1
     assert micro_batches(*LONG, 40960, Levels()) > 1, "without figures of memory the budget holds"
