@@ -18,6 +18,7 @@ from tests.modalities.tiny_vision import (
     TURNS,
     TWO_GROUPS,
     VIDEO,
+    Shown,
     config_of,
     image_batch,
     save_vision_model,
@@ -100,7 +101,7 @@ def test_error_names_the_cause(packed: Any, path: str, case: str) -> None:
 
 
 def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, path: str) -> None:
-    batch = image_batch(path, [shot([SYSTEM, QUESTION], [[40], OPEN])])
+    batch = image_batch(path, [shot([SYSTEM, Shown((1, 4, 4), 7, "frames"), QUESTION], [[40], OPEN])])
     with pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
         infer(packed, batch)
 
