@@ -80,7 +80,7 @@ def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, 
     verl_pg_plugin._keep_groups()
     batch, metrics = make_batch([f"{uid}_{i}_0" for uid in "abcd" for i in (0, 1)], responses=[3] * 8), {}
     trainer._balance_batch(batch, metrics)
-    trainer._update_actor(batch, metrics)
+    trainer._update_actor(batch, metrics=metrics)
     assert metrics["prefix_grouper/balance/estimated_over_real_rows"] == (2 * (7 + 2 * 3)) / 26
 
 
