@@ -124,7 +124,7 @@ def test_fields_with_gaps_between_their_rows_are_read_as_stock_verl_reads_them(p
 
 def test_multimodal_rows_are_refused_and_empty_ones_are_not() -> None:
     batch = make_batch(SAMPLES)
-    tu.assign_non_tensor_stack(batch, "multi_modal_inputs", [{}, {}, {}])
+    tu.assign_non_tensor_stack(batch, "multi_modal_inputs", [{}, {"pixel_values": None}, {}])
     assert len(read_sequences(batch).prompt_lengths) == 3
     tu.assign_non_tensor_stack(batch, "multi_modal_inputs", [{}, {"pixel_values": torch.ones(1)}, {}])
     with pytest.raises(BatchError, match=r"sequence 1: the processor returns pixel_values.*use_prefix_grouper=False"):
