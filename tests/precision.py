@@ -115,8 +115,7 @@ def float64_copy(name: str) -> ModuleType:
     if copy_name not in sys.modules:
         text = Path(str(stock.__file__)).read_text()
         text = re.sub(r"torch\.float(32)?\b", "torch.float64", text).replace(".float()", ".double()")
-        text = re.sub(r"(chunk_size(: int)? ?= ?)64\b", r"\g<1>16", text)
-        copy = ModuleType(copy_name)
+        text, copy = re.sub(r"(chunk_size(: int)? ?= ?)64\b", r"\g<1>16", text), ModuleType(copy_name)
         copy.__file__, copy.__package__ = stock.__file__, stock.__package__
         sys.modules[copy_name] = copy
         exec(compile(text, str(stock.__file__), "exec"), copy.__dict__)

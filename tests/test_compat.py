@@ -37,7 +37,12 @@ CHECKPOINTS = next(name for name in ("__init_subclass__", "__call__") if name in
     ("owner", "name", "new", "told"),
     [
         (modeling_llama.LlamaDecoderLayer, "forward", _renamed, "without past_key_values|cache"),
-        (modeling_qwen3_5.Qwen3_5GatedDeltaNet, "forward", _renamed, "does not name causal_conv1d_fn, chunk_gated"),
+        (
+            modeling_qwen3_5.Qwen3_5GatedDeltaNet,
+            "forward",
+            _renamed,
+            "does not name causal_conv1d_fn, chunk_gated_delta_rule|torch_chunk_gated_delta_rule",
+        ),
         (GradientCheckpointingLayer, CHECKPOINTS, None, "is gone, or not its own"),
     ],
     ids=["as in transformers 5.24", "as in transformers 5.15", "as in transformers 5.23"],

@@ -13,8 +13,7 @@ from smoke_runs import DEATHS
 from tests.fresh import python
 from verl_pg_plugin.config import Mode
 
-REPOSITORY = Path(__file__).parent.parent
-PLAIN, IMAGES = "run_qwen3_pg.sh", "run_qwen3_vl_pg.sh"
+REPOSITORY, PLAIN, IMAGES = Path(__file__).parent.parent, "run_qwen3_pg.sh", "run_qwen3_vl_pg.sh"
 SPLITS = ("train", "test")
 MADE: dict[str, Path] = {}
 """Checkpoints and data of the arithmetic task: they take as long as a step to make, and later runs read them."""

@@ -22,8 +22,7 @@ from verl_pg_plugin.attention.kernels import (
 )
 from verl_pg_plugin.attention.passes import Varlen, softcap_fault
 
-FLASH = ("flash-attn-4", "flash-attn-3", "flash-attn")
-Machine = Callable[..., None]
+FLASH, Machine = ("flash-attn-4", "flash-attn-3", "flash-attn"), Callable[..., None]
 
 
 @pytest.fixture

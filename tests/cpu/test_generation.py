@@ -10,8 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate, sample
 
-EOS = 3
-PROMPTS = [(10, 11, 12, 13, 14), (20, 21), (10, 11, 12, 13, 14), (7,)]
+EOS, PROMPTS = 3, [(10, 11, 12, 13, 14), (20, 21), (10, 11, 12, 13, 14), (7,)]
 
 
 def requests(**params: Any) -> list[Request]:

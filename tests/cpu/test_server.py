@@ -203,8 +203,7 @@ def test_log_probs_are_those_of_the_whole_sequence_with_its_image(tmp_path: Path
     """Prompts of different images, of equal ones and of none, in one batch."""
     vision_checkpoint = make_tiny_vision_checkpoint(tmp_path / "model", warm_up_steps=0)
     processor = hf_processor(str(vision_checkpoint))
-    images = [*(draw_squares(count, random.Random(count)) for count in (2, 4, 2)), None]
-    prompts = []
+    images, prompts = [*(draw_squares(count, random.Random(count)) for count in (2, 4, 2)), None], []
     for image in images:
         shown = "<|vision_start|><|image_pad|><|vision_end|>" if image else ""
         text = f"<|im_start|>user\n{shown}How many?<|im_end|>\n<|im_start|>assistant\n"

@@ -32,8 +32,7 @@ from verl_pg_plugin.planning import activation_level
 from verl_pg_plugin.planning.activation_level import Level, Room
 from verl_pg_plugin.planning.memory import WeightBytes
 
-LAYERS = 4
-CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)
+LAYERS, CUT = 4, make_batch(SAMPLES, max_token_len_per_gpu=40)
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
 

@@ -18,8 +18,7 @@ from verl_pg_plugin.planning.activation_level import Level
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
-LAYERS = 8
-NO_FOUR = kernel_obstacle("flash_attn_4", "cuda")
+LAYERS, NO_FOUR = 8, kernel_obstacle("flash_attn_4", "cuda")
 KERNELS = [  # flash-attn 4 compiles for a minute or more
     "flash_attn_2",
     pytest.param("flash_attn_4", marks=[pytest.mark.slow, pytest.mark.skipif(bool(NO_FOUR), reason=NO_FOUR)]),

@@ -27,8 +27,7 @@ from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_fo
 
 BUDGET = 40  # of which the first group of each batch takes more
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
-WHOLE = make_batch(RAGGED[0])
-COMPILE = torch.compile
+WHOLE, COMPILE = make_batch(RAGGED[0]), torch.compile
 
 
 def forget_graphs() -> None:

@@ -29,8 +29,7 @@ from tests.support import (
 )
 from verl_pg_plugin.issue import BatchError
 
-K = 8
-BEGINNINGS = CASES["one_response_is_the_beginning_of_another"]
+K, BEGINNINGS = 8, CASES["one_response_is_the_beginning_of_another"]
 LOSSES = [  # verl refuses k1 as a supervised loss
     *((mode, True, True) for mode in ("k1", "k3", "kl")),
     *((mode, False, True) for mode in ("k3", "k2", "mse", "abs", "low_var_kl", "kl")),

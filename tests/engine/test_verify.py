@@ -16,16 +16,9 @@ from tests.engine.ranks import on_ranks
 from tests.precision import PRECISIONS
 from tests.support import check_exact, critic_batch, group, infer, jagged, make_engine, save_tiny_model, update
 from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.engine import verify as verify_module
 from verl_pg_plugin.engine.batch import read_sequences
-from verl_pg_plugin.engine.verify import (
-    MismatchError,
-    Tolerance,
-    Verifier,
-    compare,
-    read_responses,
-    relative_errors,
-    rounding_noise,
-)
+from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, relative_errors
 from verl_pg_plugin.layout import PackedLayout
 
 SAMPLES = [*group(30, [25, 19, 31, 7], 1), *group(18, [22, 24], 2), *group(33, [14], 3)]
@@ -192,12 +185,13 @@ def test_a_critic_is_verified_by_its_values(value_model: str) -> None:
 
 
 def test_samples_take_turns_layers_have_noise_of_their_own_and_what_rounding_may_change_is_not_compared() -> None:
-    verifier = Verifier(PrefixGrouperOptions(verify="every_1"), "", torch.float32)
-    assert {s for _ in range(4) for s in verifier.choose(None, read_sequences(WHOLE), "update")} == {*range(7)}
-    move, ones = rounding_noise(), torch.ones(64)
+    sequences, options = read_sequences(WHOLE), PrefixGrouperOptions(verify="every_1")
+    verifier = verify_module.Verifier(options, "", torch.float32)
+    assert {sample for _ in range(4) for sample in verifier.choose(None, sequences, "update")} == set(range(7))
+    move, ones = verify_module.rounding_noise(), torch.ones(64)
     assert not torch.equal(move(ones), move(ones))
     outputs = {name: jagged([torch.zeros(4)]) for name in ("values", "overlap_count")}
-    assert read_responses(outputs, [0], np.array([2])).keys() == {"values"}
+    assert verify_module.read_responses(outputs, [0], np.array([2])).keys() == {"values"}
 
 
 @pytest.mark.parametrize("noise", [[1e-7] * 100, [float("nan"), 1e-7], [float("inf")]], ids=["little", "nan", "inf"])

@@ -121,8 +121,7 @@ def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
     layout, width = trie_of_depth(3).layout(), 256
     weight = torch.randn(width, 4, generator=torch.Generator().manual_seed(1))
     x = torch.randn(1, width, layout.num_tokens, generator=torch.Generator().manual_seed(0))
-    out_weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    found = []
+    out_weight, found = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)), []
     for device in ("cpu", "cuda"):
         own, w = (tensor.to(device).detach().requires_grad_() for tensor in (x, weight))
         windows = Windows.from_layout(layout, 4, torch.device(device))

@@ -179,11 +179,12 @@ TURNS = [
 
 
 def film(kind: str) -> list[Shot]:
-    """An image and a video of two frames, of which the last has two versions, as the processor of a model writes it."""
+    """An image and a video of two frames, two versions of the last, as the processor of a model writes it."""
     clip = Shown((2, 4, 4), 7, "video" if kind in ("qwen2_vl", "qwen2_5_vl") else "frames")
     other_end = shot([SYSTEM, WIDE, clip, QUESTION], [[40, 41]])
     other_end.inputs["pixel_values_videos"][-1] += 1
-    return [*shots([SYSTEM, WIDE, clip, QUESTION], [40, 41], [42, 43, 44], [40, 45]), other_end]
+    shorter = shot([SYSTEM, WIDE, Shown((1, 4, 4), 7, clip.kind), QUESTION], [[40, 41]])
+    return [*shots([SYSTEM, WIDE, clip, QUESTION], [40, 41], [42, 43, 44], [40, 45]), other_end, shorter]
 
 
 OPEN = Shown((1, 4, 8), 3, closed=False)

@@ -129,8 +129,7 @@ def micro_batches(prompt: int, response: int, n: int, budget: int, levels: Level
     return sum(map(len, cut_micro_batches(build_prefix_order(batch.tokens, batch.offsets), limits, levels=levels)))
 
 
-NO_HOST = replace(LEVELS, room=replace(ROOM, host=0.0))
-LONG, WIDE = (32768, 1024, 16), (8192, 1024, 64)
+NO_HOST, LONG, WIDE = replace(LEVELS, room=replace(ROOM, host=0.0)), (32768, 1024, 16), (8192, 1024, 64)
 STAYS = (32768, 1024, 27)  # of 60,415 tokens, where 1.57 budgets take what stock verl does
 LITTLE = 40_000.0 * SIZES["4b"].on_device(Level.INPUTS)
 

@@ -32,8 +32,7 @@ from verl_pg_plugin.planning.micro_batches import (
 )
 
 Plan = list[list[MicroBatch]]
-ANY_BATCH = st.one_of(tries(), batches(max_sequences=10, with_classes=True))
-FREE = CacheWeights()
+ANY_BATCH, FREE = st.one_of(tries(), batches(max_sequences=10, with_classes=True)), CacheWeights()
 PROMPT = tuple(range(100, 200))
 GROUP = batch_of(*[(PROMPT, (i, i, i)) for i in range(8)])
 

@@ -1,5 +1,6 @@
 """Benchmarks: cases are what their names say, figures are of the right steps, and trainings end."""
 
+import argparse
 import csv
 import importlib
 import json
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from bench_attention import main as bench_attention
 from benchmarks.actor_cases import Work, parse_case
+from benchmarks.actor_engines import EnginePath
 from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
 from benchmarks.step_runs import ScriptRun, run_to_end
 
@@ -44,6 +46,15 @@ def test_a_case_shares_what_it_says(text: str, expected: tuple[int, int, int]) -
     found = Work.of([rows.samples], FLOPS, checkpointing=True)
     assert (len(rows.group), found.logical_tokens, found.physical_tokens) == expected
     assert str(parse_case(text)) == text
+
+
+def test_a_path_is_read_as_it_is_written_and_names_its_strategy() -> None:
+    for text in ("rmpad", "rmpad/fsdp", "packed/fsdp:carry=never@12288", "packed:compile_layers=False"):
+        assert str(EnginePath.parse(text)) == text
+    assert EnginePath.parse("packed/fsdp").strategy == "fsdp"
+    for text in ("packed/ddp", "rmpad:carry=never", "flat"):
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            EnginePath.parse(text)
 
 
 def test_attention_is_timed_alone_and_packed_and_both_are_compared_with_float32(tmp_path, monkeypatch) -> None:
@@ -123,8 +134,7 @@ def test_a_run_that_outlives_its_time_is_ended_with_every_process_it_started(tmp
 @pytest.mark.timeout(1500)
 def test_both_modes_are_timed_on_the_cpu_and_a_mode_that_fails_keeps_the_others_figures(tmp_path: Path) -> None:
     """End to end: generated checkpoint and prompts, verl's trainer, Ray; the third mode is refused by the plugin."""
-    results = tmp_path / "results"
-    command = [sys.executable, str(SCRIPT), "--cases", "64,8,4,2", "--steps", "2"]
+    results, command = tmp_path / "results", [sys.executable, str(SCRIPT), "--cases", "64,8,4,2", "--steps", "2"]
     command += ["--modes", "rmpad", "packed", "packed:attention_kernel=none_such", "--max-token-len", "1024"]
     command += ["--work-dir", str(tmp_path / "work"), "--output-dir", str(results)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -58,6 +58,7 @@ def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_spec
         ("tensorboard", 0, "stdout", "tensorboard"),
         ("[console, file]", 1, "stderr", "trainer.logger"),
     ],
+    ids=["one more", "another", "no file"],
 )
 def test_a_run_without_metrics_says_so_and_fails_if_it_should_have_some(tmp_path, loggers, code, stream, said) -> None:
     roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"

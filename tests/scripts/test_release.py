@@ -36,6 +36,11 @@ def test_links_and_metadata_lead_to_the_repository_of_the_release_and_there_is_o
         "[a](https://host/me/it/blob/v1.0.0/docs/a.md#b) ![p](https://host/me/it/raw/v1.0.0/docs/p.png) "
         "[w](https://x.org/y) [h](#here)"
     )
+    badge = "[![t](../../actions/t.svg)](docs/t.md) [![p](https://x.org/p)](../../actions/t.yml)"
+    assert absolute_links(badge, "https://host/me/it", "v1.0.0") == (
+        "[![t](https://host/me/it/actions/t.svg)](https://host/me/it/blob/v1.0.0/docs/t.md) "
+        "[![p](https://x.org/p)](https://host/me/it/actions/t.yml)"
+    )
     project = (ROOT / "pyproject.toml").read_text()
     assert '\nIssues = "https://host/me/it/issues"\n' in with_addresses(project, "https://host/me/it")
     assert verl_pg_plugin.__version__ == version_of(ROOT / "verl_pg_plugin") == version("verl-pg-plugin")
@@ -65,3 +70,7 @@ def test_a_workflow_can_be_read_and_runs_scripts_that_are_there(path: Path) -> N
     assert {"name", "jobs", True} <= workflow.keys()  # YAML reads "on" as a boolean
     for script in re.findall(r"scripts/[\w/]+\.(?:sh|py)", path.read_text()):
         assert (ROOT / script).is_file(), script
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    piped = any(re.search(r"(?<!\|)\|(?!\|)", step.get("run", "")) for step in steps)
+    # GitHub's own shell, bash -e, goes on where what is in front of a pipe fails; a shell that is named does not.
+    assert not piped or workflow["defaults"]["run"]["shell"] == "bash"
