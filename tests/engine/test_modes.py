@@ -44,6 +44,19 @@ def test_dropout_and_a_class_outside_the_attention_interface_are_named() -> None
         check_no_dropout(torch.nn.Sequential(torch.nn.AlphaDropout(0.3)))
 
 
+def test_a_model_whose_config_does_not_tell_its_layers_is_refused_and_not_run_with_attention_of_its_own() -> None:
+    class OwnConfig(transformers.PreTrainedConfig):
+        model_type = "own"
+
+    class OwnModel(transformers.PreTrainedModel):
+        config_class = OwnConfig
+        _supports_attention_backend = True
+
+    said = r"OwnModel: its config does not say how many layers it has \(\+\+.*override_config.num_hidden_layers=<its"
+    with pytest.raises(ValueError, match=said):
+        prepare_model(OwnModel(OwnConfig(n_layers=2)), TEXT, compiles=False)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_value_class_that_the_checkpoint_brings_along(value_model: str, tmp_path: Path, padded: bool) -> None:
     """``Qwen3ForValue`` reads a checkpoint of transformers' classifier."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.batches import make_batch
+from benchmarks.batches import Sample, make_batch
 from tensordict import TensorDict
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from verl.utils import tensordict_utils as tu
@@ -25,6 +25,7 @@ from tests.engine.ranks import on_ranks
 from tests.options.table import SAMPLES
 from tests.options.test_veomni import INSTALLED, pytestmark  # noqa: F401
 from tests.support import Result, assert_same, check_exact, infer, make_engine, old_outputs, run_reference, update
+from verl_pg_plugin.issue import BatchError
 
 LAYERS, EXPERTS, PER_TOKEN = 2, 8, 2
 CUTS = {"whole groups": 90, "split groups": 38}
@@ -108,6 +109,9 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         assert_same(got, expected)
         assert_same(replace(got, outputs=outputs), expected)
         found[name] += got.metrics["prefix_grouper/physical_tokens"]
+    nothing_said = make_batch([Sample([3, 4, 5], []), Sample([3, 4, 5], [6])], enable_routing_replay=True)
+    with pytest.raises(BatchError, match="sequence 0 has an empty response"):
+        infer(engine, nothing_said)
     return found
 
 

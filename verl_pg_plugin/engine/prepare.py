@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification, PretrainedConfig
 from verl.utils.device import get_device_name
 
-from verl_pg_plugin.architectures import class_issues, config_issues
+from verl_pg_plugin.architectures import OVERRIDE, class_issues, config_issues
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, Kernel, select_kernel
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
@@ -99,6 +99,9 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
     """
     refuse(module, config_issues(module.config) + class_issues(type(module)))
     layers = count_layers(module.config.get_text_config())
+    if not layers:  # a class of the checkpoint's own, and nothing would be replaced or checked
+        why = "its config does not say how many layers it has"
+        refuse(module, [Issue("", why, f"++{OVERRIDE}.num_hidden_layers=<its layers>")])
     for name in layers:
         MIXERS[name].install(module)
     modality.install(module)

@@ -50,6 +50,12 @@ class RoutedText(Modality):
         A token that no router saw has zeros, which are no choice of two or more experts; of one they would be.
         """
         sequences = super().read(data, sequences)
+        empty = sequences.prompt_lengths == sequences.lengths
+        if self.router.action is RouterReplayAction.RECORD and empty.any():
+            raise BatchError(
+                f"sequence {int(np.argmax(empty))} has an empty response, whose experts R2 does not record here; drop "
+                "such rows, or set router_replay.mode=R3"
+            )
         if self.router.action is not RouterReplayAction.REPLAY:
             return sequences
         routed = data.get(ROUTES, None)
