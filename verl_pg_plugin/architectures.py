@@ -102,12 +102,12 @@ def architecture_issues(hf_config: PretrainedConfig, trust_remote_code: bool, va
     auto_name = "AutoModelForTokenClassification" if value_model else "AutoModelForCausalLM"
     brings_own_class = trust_remote_code and auto_name in (getattr(hf_config, "auto_map", None) or {})
     if not brings_own_class and all(issue.fix for issue in issues):
-        issues += _value_model_issues(hf_config) if value_model else _causal_lm_issues(hf_config)
-    return _final_or_all(issues)
+        issues = (_value_model_issues(hf_config) if value_model else _causal_lm_issues(hf_config)) or issues
+    return issues
 
 
 def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
-    """What the config alone says against sharing prefixes."""
+    """What the config alone says against sharing prefixes; what an override lifts only where that is all."""
     text, kind, found = hf_config.get_text_config(), hf_config.model_type, []
     if getattr(hf_config, "is_encoder_decoder", False):
         found.append(f"{kind} is an encoder-decoder; only decoders share causal prefixes")
@@ -121,7 +121,7 @@ def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
     if steady_length(hf_config) is not None and (kind in IMAGE_MODEL_TYPES or getattr(hf_config, "auto_map", None)):
         found.append(f"{kind} changes rotary frequencies with the length, in code of its own or at positions of images")
     found += [obstacle for name in count_layers(text) for obstacle in MIXERS[name].obstacles(text)]
-    return _final_or_all([*(Issue("", why) for why in found), *_random_fields(text)])
+    return [Issue("", why) for why in dict.fromkeys(found)] or _random_fields(text)
 
 
 def class_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
@@ -140,11 +140,6 @@ def lm_head_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
     if "logits_to_keep" in inspect.signature(model_class.forward).parameters:
         return []
     return [Issue("", f"{model_class.__name__} cannot run its LM head on response tokens only (logits_to_keep)")]
-
-
-def _final_or_all(issues: list[Issue]) -> list[Issue]:
-    """Those that no override lifts; where there is none, all. Each once."""
-    return list(dict.fromkeys([issue for issue in issues if not issue.fix] or issues))
 
 
 def _random_fields(text: PretrainedConfig) -> list[Issue]:

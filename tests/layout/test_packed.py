@@ -141,7 +141,8 @@ def check_reads(p: LaidOut, cached: list[tuple[tuple[int, Key], bool]]) -> None:
         for t in range(p.batch.prompt_lengths[s] - 1, len(tokens) - 1)
     }
     assert {place: p.keys[row] for place, row in response_rows(layout)} == expected
-    for row, sequence in zip(layout.head_index.tolist(), layout.head_sequence.tolist(), strict=True):
+    in_sequence = np.searchsorted(p.batch.offsets, layout.token_index[layout.head_index], side="right") - 1
+    for row, sequence in zip(layout.head_index.tolist(), in_sequence.tolist(), strict=True):
         assert p.batch.sequences[sequence][: len(p.own_keys[row][1])] == p.own_keys[row][1]
         assert p.batch.class_of(sequence) == p.own_keys[row][0]
 
@@ -183,7 +184,7 @@ def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_compu
                 check_tokens(prefill, own)
                 assert [[p.keys[row] for row in rows] for rows in readable(prefill)] == [ancestors(key) for key in own]
                 assert not len(prefill.response_index) + len(prefill.response_head)
-                assert prefill.head_sequence.tolist() == [0] * len(prefill.head_index)
+                assert prefill.token_index.tolist() == list(range(prefill.num_cached, c))
                 cache.extend(with_heads(prefill, own))
                 pending.extend(Counter() for _ in own)
             check_reads(p, cache)
@@ -286,7 +287,6 @@ def test_a_padded_group_is_a_line_wherever_its_sequences_stand_and_another_token
     assert layout.position_ids.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0], [0, 1, 2, 0, 0]]
     assert layout.labels.tolist() == [[2, 3, 7, 8, 9], [5, 6, 0, 0, 0], [4, 3, 7, 0, 0]]
     assert layout.head_index.tolist() == [2, 3, 4, 6, 12]
-    assert layout.head_sequence.tolist() == [0, 0, 2, 1, 3]
     assert layout.response_index.tolist() == [2, 3, 10, 6, 14]
     assert layout.response_head.tolist() == [0, 1, 2, 3, 4]
     assert (layout.num_tokens, layout.num_logical_tokens) == (15, 16)

@@ -133,8 +133,8 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
 def setting_obstacle(setting: str, device_type: str, needs: AttentionNeeds) -> str:
     """Why no kernel that a setting stands for is installed and computes a model; empty if one is. Asks no GPU."""
     names = candidates(setting, device_type)
-    found = [kernel_obstacle(name, device_type, needs, asks_gpu=False) for name in names]
-    return "; ".join(f"{name} {why}" for name, why in zip(names, found, strict=True)) if all(found) else ""
+    found = {name: kernel_obstacle(name, device_type, needs, asks_gpu=False) for name in names}
+    return "; ".join(f"{name} {why}" for name, why in found.items()) if all(found.values()) else ""
 
 
 def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = None, *, asks_gpu: bool = True) -> str:

@@ -115,7 +115,8 @@ class TreeAttention(torch.autograd.Function):
 
         def add(piece: Piece, first: bool) -> None:
             """Add the gradients through a piece, or write the first; what it gathers dies with this call."""
-            places, read = (piece.rows, piece.keys, piece.keys), (q[piece.rows], *piece.read(k, v))
+            places = piece.rows, piece.keys, piece.keys
+            read = q[piece.rows], *piece.read(k, v)
             parts = [
                 total if first and isinstance(place, slice) else kernel.memory(x)
                 for total, place, x in zip(totals, places, read, strict=True)

@@ -9,8 +9,6 @@ it, so one problem that is not causal has them as queries and the tokens of the 
 segments without these keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,7 +75,7 @@ class Tree:
     device: torch.device | str = "cpu"
 
     @classmethod
-    def of(cls, layout: PackedLayout, device: torch.device | str, window: int = -1) -> Tree:
+    def of(cls, layout: PackedLayout, device: torch.device | str, window: int = -1) -> "Tree":
         """Sends index maps to ``device`` without waiting; keys that a ``window`` hides from a segment are left out."""
         seen = None
         if window >= 0:
@@ -103,8 +101,8 @@ class Tree:
 
 def most_in_backward(layout: PackedLayout) -> float:
     """Gathered keys that the backward holds at once."""
-    forward, backward = (each * _num_keys(layout) for each in (GATHERED_PER_TOKEN, GATHERED_IN_BACKWARD))
-    return max(backward, min(ALWAYS_GATHERED, forward))
+    num_keys = _num_keys(layout)
+    return max(GATHERED_IN_BACKWARD * num_keys, min(ALWAYS_GATHERED, GATHERED_PER_TOKEN * num_keys))
 
 
 def _num_keys(layout: PackedLayout) -> int:
@@ -145,7 +143,7 @@ def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> t
     Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
     """
     num_cached, num_read = layout.num_cached, layout.num_cached_keys
-    ends = np.unique(np.append(num_read[num_read > 0], num_cached))[: None if num_cached else 0]
+    ends = np.unique(np.append(num_read[num_read > 0], num_cached)) if num_cached else num_read[:0]
     # Nodes of the tree in the order of their tokens: cached ones, each below the one before it, then the segments.
     of_cached = np.where(num_read > 0, np.searchsorted(ends, num_read), -1)
     parents = np.where(layout.segment_parent >= 0, len(ends) + layout.segment_parent, of_cached)
@@ -153,7 +151,8 @@ def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> t
     bounds = np.concatenate([np.append(0, ends), num_cached + layout.cu_seqlens_q[1:]])
     lengths = np.diff(bounds)
     is_long = lengths >= SHORTEST_IN_PLACE
-    level, num_below, stop = np.zeros_like(lengths), np.zeros_like(lengths), bounds[1:].copy()
+    level, num_below = np.zeros_like(lengths), np.zeros_like(lengths)
+    stop = bounds[1:].copy()  # where what lies below each node ends
     for node, parent in enumerate(parents.tolist()):  # parents stand in front of their children
         if parent >= 0:
             level[node] = level[parent] + is_long[parent]
@@ -164,13 +163,15 @@ def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> t
 
     saved = np.where(is_long, lengths * num_below, 0)
     saved_by_level = np.bincount(level, saved)
-    found, is_read, left = [], np.zeros(len(parents), dtype=bool), len(layout.kv_index)
-    for most in np.argsort(-saved_by_level, kind="stable"):
+    found: list[Piece] = []
+    is_read = np.zeros(len(parents), dtype=bool)
+    left = len(layout.kv_index)  # keys that no piece reads in place
+    for at_level in np.argsort(-saved_by_level, kind="stable"):
         enough = SAVED_PER_TOKEN if left <= most_in_backward(layout) else SAVED_OVER_LIMIT
-        if saved_by_level[most] < max(enough * layout.num_tokens, 1):
+        if saved_by_level[at_level] < max(enough * layout.num_tokens, 1):
             break
-        left -= saved_by_level[most]
-        prefixes = np.flatnonzero((level == most) & (saved > 0))
+        left -= saved_by_level[at_level]
+        prefixes = np.flatnonzero((level == at_level) & (saved > 0))
         found.append(_reads(prefixes, stop, bounds, num_cached, device))
         is_read[prefixes] = True
     node_of = np.repeat(np.arange(len(parents)), lengths)

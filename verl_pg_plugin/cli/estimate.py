@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if args.budget and min(args.budget) < longest:
         raise CommandError(f"--budget {min(args.budget)} does not hold the longest sequence of {longest} tokens")
     compiled, why = compiled_by_auto(config.model_type, "cuda")
-    weights, gib = WeightBytes.of(module, args.gpus), _memory_of_a_gpu() if args.gpu_gib is None else args.gpu_gib
+    weights = WeightBytes.of(module, args.gpus)
+    gib = _memory_of_a_gpu() if args.gpu_gib is None else args.gpu_gib
     sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
     if sizes is None:
         raise CommandError(f"--model {args.model}: its config names no hidden_size or no num_attention_heads")

@@ -60,7 +60,9 @@ def count_of(config: DictConfig, key: str) -> int:
 
 def _gpus(config: DictConfig) -> Iterator[Issue]:
     """GPUs that a run of one node asks for."""
-    asked, told, device = count_of(config, GPUS_PER_NODE), OmegaConf.select(config, RAY_GPUS), get_device_name()
+    asked = count_of(config, GPUS_PER_NODE)
+    told = OmegaConf.select(config, RAY_GPUS)
+    device = get_device_name()
     known = asked and (told is None or type(told) in (int, float)) and device in ("cuda", "cpu")
     if not known or OmegaConf.select(config, "trainer.nnodes") != 1:
         return
@@ -69,7 +71,9 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
     pools |= {"distillation": "distillation.enabled", REWARD_MODEL: f"{REWARD_MODEL}.enable_resource_pool"}
     on = [pool for pool, switch in pools.items() if OmegaConf.select(config, switch) is True]
     beside = sum(count_of(config, f"{pool}.nnodes") * count_of(config, f"{pool}.n_gpus_per_node") for pool in on)
-    wanted, setting, there = asked + beside, f"{GPUS_PER_NODE}={asked}", count_of(config, RAY_GPUS)
+    wanted = asked + beside
+    there = count_of(config, RAY_GPUS)
+    setting = f"{GPUS_PER_NODE}={asked}"
     if device == "cpu":  # a "GPU" of Ray's is a worker process there
         why = f"{wanted} worker processes are asked for and Ray is told of {there}: on the CPU a GPU of Ray's is one"
         setting, fix = f"{setting}, {RAY_GPUS}={told}", f"++{RAY_GPUS}={wanted}"

@@ -1,7 +1,5 @@
 """The four ways to run a model, chosen by flags that verl already has, and what one engine of a run is asked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -61,7 +59,7 @@ class Engine:
     sp_key: str = ""  # key that sets the Ulysses size
 
     @classmethod
-    def of(cls, engine_config: Any, model_config: Any) -> Engine:
+    def of(cls, engine_config: Any, model_config: Any) -> "Engine":
         """The engine that a worker builds here from our engine config and verl's ``HFModelConfig``."""
         from verl.utils.device import get_device_name
 

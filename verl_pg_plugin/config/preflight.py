@@ -301,7 +301,8 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
 def _divisors(config: DictConfig) -> Iterator[Issue]:
     """Numbers of sequences and ranks that verl's workers find out about after the first rollouts."""
     n, batch, per_node, nodes = f"{ROLLOUT}.n", "data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"
-    responses, ranks = count_of(config, n), count_of(config, per_node) * count_of(config, nodes)
+    responses = count_of(config, n)
+    ranks = count_of(config, per_node) * count_of(config, nodes)
     if not responses * ranks:
         return  # of which ``_counts`` speaks
     roles = rules.roles_of(config)

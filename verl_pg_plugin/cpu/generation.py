@@ -4,8 +4,6 @@ Legend: U unique prompts, B requests still decoded, P longest prompt, K cached t
 operations on logits and the meaning of every sampling parameter are vLLM's, which verl's agent loops speak.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class SamplingParams:
             )
 
     @classmethod
-    def from_dict(cls, sent: Mapping[str, Any]) -> SamplingParams:
+    def from_dict(cls, sent: Mapping[str, Any]) -> "SamplingParams":
         """Read what an agent loop sends, with a seed and a number of tokens; ValueError for what means nothing here."""
         # Log-probs come back in any case, and text in none.
         params = {name: value for name, value in sent.items() if name not in ("logprobs", "detokenize")}

@@ -1,7 +1,5 @@
 """Images of a prompt, as the rollout ``hf`` shows them to its model, and a processor that makes them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +30,7 @@ class PromptImages:
     image_grid_thw: torch.Tensor = field(compare=False, repr=False)  # (images, 3)
 
     @classmethod
-    def process(cls, processor: Any, images: Sequence[Any]) -> PromptImages:
+    def process(cls, processor: Any, images: Sequence[Any]) -> "PromptImages":
         """From PIL images, by the image part of a checkpoint's processor."""
         made = processor.image_processor(images=list(images), return_tensors="pt")
         pixels, grids = made["pixel_values"], made["image_grid_thw"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class _Copy:
             self.leave_device()
 
 
-class Tape(AbstractContextManager):
+class Tape:
     """One call of a layer and what it keeps; autograd's graph is what holds it.
 
     It is both contexts of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around the layer: entered first

@@ -5,8 +5,6 @@ it has what the backward needs, and so would stop in front of that product, a qu
 of Qwen3-4B. But a compiled graph runs as a whole. So a layer's graphs leave its last product out.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,9 +181,7 @@ def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator
 
 def decoder_layers(module: Any) -> list[nn.Module]:
     """Layers of a transformers model, in the order of its modules; empty where it does not say which they are."""
-    names = set(module._no_split_modules or ())
-    if not names:
-        return []
+    names = module._no_split_modules or ()
     text = module if module.config.get_text_config() is module.config else module.get_decoder()  # without encoders
     return [layer for layer in text.modules() if type(layer).__name__ in names]
 

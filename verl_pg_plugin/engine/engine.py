@@ -11,7 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -53,11 +53,24 @@ from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _MiniBatch:
+    """What its micro-batches have in common."""
+
+    plan: Plan
+    selector: SequenceSelector
+    cache: PrefixCache
+    costs: MiniBatchCosts
+    loss_function: Callable | None
+    forward_only: bool
+
+
 class SharedPrefixEngine(FSDPEngine):
     """What both engines have in common: packed mode with ``use_remove_padding=True``, else upstream's padded groups."""
 
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
-    _told_level, _why_asked = False, "as asked"
+    _told_level = False
+    _why_asked = "as asked"
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         # First: a setting is refused in our words, not in verl's.
@@ -143,13 +156,15 @@ class SharedPrefixEngine(FSDPEngine):
         of_losses = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}
         tu.assign_non_tensor(plan.data, sp_size=self.ulysses_sequence_parallel_size, **of_losses)
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
-        selector, cache, results = SequenceSelector(plan.data), PrefixCache(), []
+        cache = PrefixCache()
         costs = MiniBatchCosts(verifies=self.options.verify != "off")
+        batch = _MiniBatch(plan, SequenceSelector(plan.data), cache, costs, loss_function, forward_only)
+        results = []
         for index, planned in enumerate(plan.micro_batches):
             is_last = index == len(plan.micro_batches) - 1
             grads = torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
             with grads, torch.profiler.record_function(f"micro_batch{index}"):
-                result = self._run(planned, plan, selector, cache, costs, loss_function, forward_only)
+                result = self._run(batch, planned)
             if not returns_outputs:
                 del result["model_output"]
             results.append(result)
@@ -160,9 +175,8 @@ class SharedPrefixEngine(FSDPEngine):
         for result in results:
             result["loss"] = result["loss"].item()
         weigh_means([result["metrics"] for result in results], plan.loss_weights)
-        order = plan.data.select("pad_mode", strict=False)
-        tu.assign_non_tensor(order, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
-        output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], order)
+        tu.assign_non_tensor(plan.data, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
+        output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], plan.data)
         figures = gather(figures_of_rank(plan, self.shared_model.flops, costs))
         metrics = mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name)
         if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
@@ -219,32 +233,25 @@ class SharedPrefixEngine(FSDPEngine):
     def _host_bytes(self) -> float:
         """For this rank, measured in front of the first update, when the rollout engine is there and sleeps."""
         config, weights = self.engine_config, self._weight_bytes
-        if getattr(self, "_uses_fsdp2_cpu_offload_policy", False):  # weights are there by now, and not the rest
+        if self._uses_fsdp2_cpu_offload_policy:  # weights are there by now, and not the rest
             return host_bytes() - weights.gradients - weights.optimizer
         return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
 
-    def _run(
-        self,
-        planned: PlannedMicroBatch,
-        plan: Plan,
-        selector: SequenceSelector,
-        cache: PrefixCache,
-        costs: MiniBatchCosts,
-        loss_function: Callable | None,
-        forward_only: bool,
-    ) -> dict[str, Any]:
+    def _run(self, batch: _MiniBatch, planned: PlannedMicroBatch) -> dict[str, Any]:
         """One micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
+        loss_function, forward_only, costs = batch.loss_function, batch.forward_only, batch.costs
         kind = "forward-only" if forward_only else "update"
-        sequences = plan.sequences.select(planned.sequences)
-        micro_batch = selector.select(planned.sequences, self._device)
-        # A chunk of an update takes from the cache what it computes itself; what it reads is there, or prefilled.
-        consumed = [] if forward_only else cache.consume(planned.layout)
-        self._prefill(planned, plan, selector, cache, loss_function)
+        sequences = batch.plan.sequences.select(planned.sequences)
+        micro_batch = batch.selector.select(planned.sequences, self._device)
+        # A chunk of an update takes from the cache what it computes itself; what it reads is there, or is prefilled.
+        # All forwards without gradient come first: FSDP2 expects a forward's backward to come next.
+        consumed = [] if forward_only else batch.cache.consume(planned.layout)
+        self._prefill(batch, planned)
         samples = self.verifier.choose(planned, sequences, kind)
         chosen = [planned.sequences[sample] for sample in samples]
-        alone = self._compute_alone(chosen, plan, selector, loss_function) if chosen else None
-        access = cache.access(planned.layout, publishes=forward_only, consumed=consumed)
-        inputs = self._inputs(planned.layout, sequences, plan.runs_encoder, access)
+        alone = self._compute_alone(batch, chosen) if chosen else None
+        access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
+        inputs = self._inputs(planned.layout, sequences, batch.plan.runs_encoder, access)
         self.activations.begin(planned.level)
         loss, metrics = torch.ones((), device=self._device), {}  # filled: a copy of a number would wait for the device
         with self._autocast():
@@ -280,43 +287,32 @@ class SharedPrefixEngine(FSDPEngine):
     ) -> tuple[list[str], torch.Tensor]:
         """Call the model; names of C outputs, and (N, C) of them for the labels of this rank."""
 
-    def _prefill(
-        self,
-        planned: PlannedMicroBatch,
-        plan: Plan,
-        selector: SequenceSelector,
-        cache: PrefixCache,
-        loss_function: Callable | None,
-    ) -> None:
+    def _prefill(self, batch: _MiniBatch, planned: PlannedMicroBatch) -> None:
         """Compute without gradient what a chunk reads and no earlier one has published, if there is any."""
         if (layout := planned.prefill) is None:
             return
         first = planned.sequences[:1]  # the path is a prefix of a chunk's first sequence
-        access = cache.access(layout, publishes=True, prefill=True)
-        inputs = self._inputs(layout, plan.sequences.select(first), plan.runs_encoder, access)
+        access = batch.cache.access(layout, publishes=True, prefill=True)
+        inputs = self._inputs(layout, batch.plan.sequences.select(first), batch.plan.runs_encoder, access)
         training = self.module.training
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         try:
             with torch.no_grad(), self._autocast():
-                self.compute(inputs, selector.select(first, self._device), loss_function)
+                self.compute(inputs, batch.selector.select(first, self._device), batch.loss_function)
         finally:
             self.module.train(training)
 
-    def _compute_alone(
-        self, chosen: list[int], plan: Plan, selector: SequenceSelector, loss_function: Callable | None
-    ) -> tuple[Responses, Responses]:
-        """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance.
-
-        In front of the micro-batch's own forward and not behind it: FSDP2 expects a forward's backward to come next.
-        """
-        micro_batch, sequences = selector.select(chosen, self._device), plan.sequences.select(chosen)
+    def _compute_alone(self, batch: _MiniBatch, chosen: list[int]) -> tuple[Responses, Responses]:
+        """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance."""
+        micro_batch = batch.selector.select(chosen, self._device)
+        sequences = batch.plan.sequences.select(chosen)
         layout = sequences.unshared().lay_out()
 
         def responses(noise: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Responses:
-            inputs = self._inputs(layout, sequences, plan.runs_encoder)
+            inputs = self._inputs(layout, sequences, batch.plan.runs_encoder)
             inputs.context.perturb = noise
             with torch.no_grad(), self._autocast():
-                outputs = self.compute(inputs, micro_batch, loss_function)
+                outputs = self.compute(inputs, micro_batch, batch.loss_function)
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
 
         alone = responses()

@@ -96,7 +96,7 @@ def make_inputs(
         sp_group: Ulysses group whose ranks share the tokens.
     """
     if isinstance(layout, PaddedLayout):
-        return _padded_inputs(layout, kernel, device)
+        return _padded_inputs(layout, sequences, kernel, device)
     ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
     padding, content = modality.inputs(layout, sequences, runs_encoder)
     input_ids = np.append(layout.input_ids, np.array(padding, dtype=np.int64))
@@ -110,9 +110,10 @@ def make_inputs(
         return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, num_tokens - values.shape[-1])])
 
     own = slice(*np.searchsorted(layout.head_index, [start, stop]))
-    columns, label_sequence = layout.head_index[own] - start, layout.head_sequence[own]
+    columns = layout.head_index[own] - start
     if not len(columns):  # a head never runs on nothing: it computes the first token, which nobody reads
-        columns = label_sequence = np.zeros(1, dtype=np.int64)
+        columns = np.zeros(1, dtype=np.int64)
+    label_index = padded(layout.token_index)[start + columns]
     input_ids, position_ids = padded(input_ids), padded(layout.position_ids)
     if content is None:  # where there is more, the model itself takes this rank's tokens
         input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
@@ -123,8 +124,8 @@ def make_inputs(
         position_ids=to_device(position_ids[..., None, :], device),
         head_columns=to_device(columns, device),
         labels=to_device(padded(layout.labels)[start + columns], device),
-        label_sequence=to_device(label_sequence, device),
-        label_index=to_device(padded(layout.token_index)[start + columns], device),
+        label_sequence=to_device(_sequence_of(label_index, sequences), device),
+        label_index=to_device(label_index, device),
         num_own=num_own,
         all_labels=to_device(layout.head_index, device) if sp_group else None,
         num_padding=num_tokens - layout.num_tokens,
@@ -132,7 +133,11 @@ def make_inputs(
     )
 
 
-def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device) -> ModelInputs:
+def _sequence_of(index: IntArray, sequences: Sequences) -> IntArray:
+    return np.searchsorted(sequences.offsets, index, side="right") - 1
+
+
+def _padded_inputs(layout: PaddedLayout, sequences: Sequences, kernel: Kernel, device: torch.device) -> ModelInputs:
     """With PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
     from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
@@ -146,6 +151,6 @@ def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device) -
         head_columns=to_device(head_columns, device),
         head_place=to_device(line * len(head_columns) + place, device),
         labels=to_device(layout.labels.reshape(-1)[layout.head_index], device),
-        label_sequence=to_device(layout.head_sequence, device),
+        label_sequence=to_device(_sequence_of(layout.response_index, sequences), device),
         label_index=to_device(layout.response_index, device),
     )

@@ -38,8 +38,9 @@ class MiniBatchCosts:
 def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dict[str, float]:
     """What the mini-batch was on this rank."""
     layouts = [planned.layout for planned in plan.micro_batches]
-    groups, lengths = plan.sequences.prompt_groups, plan.sequences.lengths
-    prompts, (_, first) = plan.sequences.prompt_lengths, np.unique(groups, return_index=True)
+    lengths, prompts = plan.sequences.lengths, plan.sequences.prompt_lengths
+    groups = plan.sequences.prompt_groups
+    _, first = np.unique(groups, return_index=True)
     images = [image for of_one in plan.sequences.images for image in of_one]
     encoded = [
         image

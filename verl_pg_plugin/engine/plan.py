@@ -94,26 +94,28 @@ def plan_mini_batch(
     with agreement() as ranks:
         data = regular(data)
         check_batch(data, packed, levels.fused_kernels)
-        sequences, limits = read_sequences(data, modality, steady_length), limits_of(data, sp_size)
-        order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
+        sequences = read_sequences(data, modality, steady_length)
+        order = sequences.order()
+        limits = limits_of(data, sp_size)
+        levels = levels.within_stock(tokens_of_stock(sequences.lengths, limits))
         weights = cache_weights(levels, forward_only) if carries else None
         # V1 takes what rollout correction rejects out of the response mask alone, which verl's losses read.
         masks = data.get("response_mask", data["loss_mask"])
         loss_tokens = np.array([mask.sum().item() for mask in masks.unbind()])
         has_loss = np.ones_like(loss_tokens) if forward_only else loss_tokens > 0
 
-        def drafted(at_least: int) -> list[_LaidOut]:
+        def cut(at_least: int) -> list[_LaidOut]:
             groups = cut_for_loss(order, has_loss, limits, weights, at_least, forward_only=forward_only, levels=levels)
             return [_laid_out(group, sequences, packed, forward_only) for group in groups]
 
-        draft = drafted(at_least=1)
+        draft = cut(at_least=1)
         counts = data["loss_mask"].sum().item(), int(loss_tokens.sum())
         ranks.append(_summary(draft, flops, sequences, levels, counts))
     numbers = [sum(map(len, rank.flags)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
-                draft = drafted(wanted)
+                draft = cut(wanted)
             ranks.append(_summary(draft, flops, sequences, levels, counts))
 
     if levels.room is not None:
@@ -124,8 +126,8 @@ def plan_mini_batch(
     runs_encoder = any(rank.needs_encoder for rank in summaries)
     masked = sum(rank.loss_mask_tokens for rank in summaries)
     mean = sum(rank.loss_tokens for rank in summaries) / len(summaries) / len(planned)
-    weights_of_loss = [float(loss_tokens[part.sequences].sum()) / mean if mean else 1.0 for part in planned]
-    return Plan(data, sequences, planned, masked, weights_of_loss, num_split_groups, runs_encoder, levels)
+    loss_weights = [float(loss_tokens[part.sequences].sum()) / mean if mean else 1.0 for part in planned]
+    return Plan(data, sequences, planned, masked, loss_weights, num_split_groups, runs_encoder, levels)
 
 
 def _as_they_run(

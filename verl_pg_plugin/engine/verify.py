@@ -8,8 +8,6 @@ the tolerance. A fault moves whole tokens in one direction and stays far above i
 bounded too, or a faint fault in every token would pass, such as positions that are off by one.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -46,13 +44,14 @@ class Tolerance(NamedTuple):
     mean: float
 
     @classmethod
-    def from_noise(cls, noise: list[torch.Tensor], dtype: torch.dtype) -> Tolerance:
+    def from_noise(cls, noise: list[torch.Tensor], dtype: torch.dtype) -> "Tolerance":
         """From the relative errors of each sample that come from rounding.
 
         Tokens whose noise is not finite tell nothing: a tolerance without bound could not fail. A few eps of ``dtype``
         always pass: noise of few tokens may be small by chance.
         """
-        pooled, least = torch.cat(noise), _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
+        least = _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
+        pooled = torch.cat(noise)
         pooled = pooled[pooled.isfinite()] if pooled.isfinite().any() else pooled.new_zeros(1)
         return cls(
             per_token=max(NOISE_FACTOR * pooled.max().item(), least),

@@ -63,8 +63,7 @@ def build_prefix_order(
         if class_of[before] == class_of[this]:
             a, b = tokens[slice(*spans[before])], tokens[slice(*spans[this])]
             n = min(len(a), len(b))
-            differs = a[:n] != b[:n]
-            num_shared[k] = max((differs.argmax() if differs.any() else n) - 1, 0)
+            num_shared[k] = max(int(np.append(a[:n] != b[:n], True).argmax()) - 1, 0)
     sequences = np.asarray(order, dtype=np.int64)
     if inside is not None:
         num_shared -= inside[offsets[sequences] + num_shared]

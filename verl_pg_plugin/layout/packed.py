@@ -19,8 +19,6 @@ whose keys and values lie in a prefix cache, by their position. The split group'
 so token, position and place in the cache are one number, and of the index maps only queries drop out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -63,7 +61,6 @@ class PackedLayout:
         head_index: (N,) packed tokens whose label lies in a response, ascending.
         response_index: (M,) logical index of the token in front of each response token, where verl reads it.
         response_head: (M,) index into [C ``cached_heads`` | N ``head_index``] of that token.
-        head_sequence: (N,) a sequence that contains the token.
         num_sequences: B.
         num_logical_tokens: tokens that computing every sequence alone without padding would run.
         num_cached: c; the tokens at positions 0 .. c-1 of the split group's path that earlier chunks compute.
@@ -87,7 +84,6 @@ class PackedLayout:
     head_index: IntArray
     response_index: IntArray
     response_head: IntArray
-    head_sequence: IntArray
     num_sequences: int
     num_logical_tokens: int
     num_cached: int = 0
@@ -96,7 +92,7 @@ class PackedLayout:
     publish_start: int = 0
     published_states: IntArray = field(default_factory=_empty)
     num_states: int = 0
-    prefill: PackedLayout | None = None
+    prefill: "PackedLayout | None" = None
 
     @property
     def num_tokens(self) -> int:
@@ -148,6 +144,9 @@ def build_packed_layout(
     chunk: Chunk | None = None,
     first_label: int = 0,
     forward_only: bool = True,
+    *,
+    keys: IntArray | None = None,
+    positions: IntArray | None = None,
 ) -> PackedLayout:
     """Lay out sequences so that each shared token exists once, without the queries of tokens that are cached.
 
@@ -161,6 +160,8 @@ def build_packed_layout(
         first_label: lowest position whose label lies in a response of any sequence of the split group. Tokens published
             from there on run the LM head even where they are prompt here, because they may be a label elsewhere.
         forward_only: the cache is filled by earlier chunks and nothing is prefilled.
+        keys: (N,) optional; what is compared in place of the ids, which are equal where these are.
+        positions: (P, N) optional, as the model takes them; else they count from 0 in every sequence.
 
     Raises:
         ValueError: an empty prompt, token ids outside of 0 .. 2**32 - 1, or the numbers describe no chunk.
@@ -173,7 +174,7 @@ def build_packed_layout(
     if chunk.num_sequences:
         own_class = np.zeros_like(lengths) if classes is None else classes - classes.min() + 1
         classes = np.where(np.arange(len(lengths)) < chunk.num_sequences, 0, 1 + own_class)
-    order = build_prefix_order(tokens, offsets, classes, inside)
+    order = build_prefix_order(tokens if keys is None else keys, offsets, classes, inside)
     first_token = np.cumsum(order.num_new) - order.num_new
     num_tokens = int(order.num_new.sum())
     paths = _paths(order, first_token)
@@ -211,7 +212,7 @@ def build_packed_layout(
     return PackedLayout(
         input_ids=tokens[token_index],
         token_index=token_index,
-        position_ids=position[c:],
+        position_ids=position[c:] if positions is None else positions[:, token_index],
         labels=tokens[token_index + 1],
         segment_parent=parent,
         segment_start=num_keys - num_queries,
@@ -221,14 +222,13 @@ def build_packed_layout(
         head_index=head_index - c,
         response_index=response_index,
         response_head=head_of_token[response_tokens],
-        head_sequence=order.sequences[np.searchsorted(first_token, head_index, side="right") - 1],
         num_sequences=len(lengths),
         num_logical_tokens=int(lengths.sum()),
         num_cached=c,
         cached_heads=np.flatnonzero(needs_head[:c]),
         publish=publish - c,
         publish_start=chunk.num_kept,
-        prefill=build_prefill(tokens, offsets, chunk.num_kept, c, first_label) if needs_prefill else None,
+        prefill=build_prefill(tokens, offsets, positions, chunk.num_kept, c, first_label) if needs_prefill else None,
     )
 
 
@@ -255,16 +255,22 @@ def share_states(layouts: list[PackedLayout]) -> list[PackedLayout]:
     return told
 
 
-def build_prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_label: int) -> PackedLayout:
+def build_prefill(
+    tokens: IntArray, offsets: IntArray, positions: IntArray | None, start: int, stop: int, first_label: int
+) -> PackedLayout:
     """Tokens ``start .. stop`` of the first sequence; those before them are cached."""
-    path = tokens[offsets[0] : offsets[0] + stop + 1]  # and the label of its last token
+    path = slice(offsets[0], offsets[0] + stop + 1)  # and the label of its last token
     chunk = Chunk(num_sequences=1, num_cached=start, num_kept=start, num_read_next=stop)
-    layout = build_packed_layout(path, np.array([0, stop + 1]), np.array([1]), chunk=chunk)
-    heads = np.arange(max(first_label - start, 0), stop - start)
+    layout = build_packed_layout(
+        tokens[path],
+        np.array([0, stop + 1]),
+        np.array([1]),
+        chunk=chunk,
+        positions=None if positions is None else positions[:, path],
+    )
     return replace(
         layout,
-        head_index=heads,
-        head_sequence=np.zeros_like(heads),
+        head_index=np.arange(max(first_label - start, 0), stop - start),
         response_index=_empty(),  # its LM head outputs are read from the cache, not from verl's jagged tensor
         response_head=_empty(),
         cached_heads=_empty(),
@@ -292,6 +298,7 @@ def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArra
     inside = cut_start < order.num_tokens[cut_tail]
     tails = np.flatnonzero(order.num_new > 0)
 
+    # One number for each start in a tail: their order is that of segments, and of what ends in front of a start.
     stride = int(order.num_tokens.max()) + 1
     keys = np.unique(
         np.concatenate([tails * stride + order.num_shared[tails], (cut_tail * stride + cut_start)[inside]])

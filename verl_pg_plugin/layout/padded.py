@@ -27,7 +27,6 @@ class PaddedLayout:
         head_index: (N,) flat index of the token that predicts each response token, ascending.
         response_index: (N,) place of that token in the sequences laid one after the other, where verl reads it.
         response_head: (N,) 0, 1, 2, ...: no token is shared by two response tokens.
-        head_sequence: (N,) the sequence of each of ``head_index``.
         num_logical_tokens: see ``PackedLayout``.
     """
 
@@ -38,7 +37,6 @@ class PaddedLayout:
     head_index: IntArray
     response_index: IntArray
     response_head: IntArray
-    head_sequence: IntArray
     num_logical_tokens: int
 
     # As ``PackedLayout`` has them.
@@ -88,6 +86,5 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
         head_index=np.flatnonzero(predicts),
         response_index=places[predicts],
         response_head=np.arange(predicts.sum()),
-        head_sequence=sequence[places[predicts]],
         num_logical_tokens=len(tokens),
     )

@@ -1,7 +1,5 @@
 """A mini-batch as numbers on the host: its sequences, what of them may be shared, and their layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,7 +34,7 @@ class Sequences:
         """The sequences sorted, and what neighbours share."""
         return build_prefix_order(self._keys, self.offsets, self.classes, self.inside)
 
-    def select(self, indices: list[int]) -> Sequences:
+    def select(self, indices: list[int]) -> "Sequences":
         """In the order of ``indices``."""
         bounds = self.offsets.tolist()
         spans = [slice(bounds[i], bounds[i + 1]) for i in indices]
@@ -56,11 +54,11 @@ class Sequences:
             routes=None if self.routes is None else np.concatenate([self.routes[span] for span in spans]),
         )
 
-    def unshared(self) -> Sequences:
+    def unshared(self) -> "Sequences":
         """The same sequences, none of which shares anything in packed mode."""
         return replace(self, classes=np.arange(len(self.prompt_lengths)))
 
-    def responses_apart(self) -> Sequences:
+    def responses_apart(self) -> "Sequences":
         """The same sequences, no two of which share a token that predicts a response token.
 
         For losses that depend on what the response's own teacher said.
@@ -81,8 +79,18 @@ class Sequences:
 
     def lay_out(self, chunk: Chunk | None = None, first_label: int = 0, forward_only: bool = True) -> PackedLayout:
         """The packed tokens of one forward, see ``build_packed_layout``."""
-        arrays = self._keys, self.offsets, self.prompt_lengths, self.classes, self.inside
-        return self._as_the_model_takes_them(build_packed_layout(*arrays, chunk, first_label, forward_only))
+        return build_packed_layout(
+            self.tokens,
+            self.offsets,
+            self.prompt_lengths,
+            self.classes,
+            self.inside,
+            chunk,
+            first_label,
+            forward_only,
+            keys=self.keys,
+            positions=self.positions,
+        )
 
     def lay_out_idle_prefill(self) -> PackedLayout:
         """One token that nobody reads, of the first sequence; all tokens of an image if it begins with one.
@@ -90,23 +98,9 @@ class Sequences:
         For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all or none.
         """
         stop = 1 if self.inside is None else 1 + int(np.argmin(self.inside[1 : self.offsets[1]] > 0))
-        layout = build_prefill(self._keys, self.offsets, start=0, stop=stop, first_label=stop)
-        return self._as_the_model_takes_them(replace(layout, publish=layout.publish[:0]))
+        layout = build_prefill(self.tokens, self.offsets, self.positions, start=0, stop=stop, first_label=stop)
+        return replace(layout, publish=layout.publish[:0])
 
     @property
     def _keys(self) -> IntArray:
         return self.tokens if self.keys is None else self.keys
-
-    def _as_the_model_takes_them(self, layout: PackedLayout) -> PackedLayout:
-        """A layout that was made from the keys, with the tokens and positions that they stand for."""
-        if self.keys is None:
-            return layout
-        index = layout.token_index
-        positions = layout.position_ids if self.positions is None else self.positions[:, index]
-        return replace(
-            layout,
-            input_ids=self.tokens[index],
-            labels=self.tokens[index + 1],
-            position_ids=positions,
-            prefill=layout.prefill and self._as_the_model_takes_them(layout.prefill),
-        )

@@ -12,8 +12,6 @@ trades tokens for channels or heads, which do not see each other, and back. Chun
 and the last inputs of the convolution, at every position at which a later chunk goes on.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys
@@ -57,7 +55,7 @@ class Windows:
     place: torch.Tensor  # (F,) int64 where, in the windows one after the other
 
     @classmethod
-    def from_layout(cls, layout: PackedLayout, width: int, device: torch.device) -> Windows:
+    def from_layout(cls, layout: PackedLayout, width: int, device: torch.device) -> "Windows":
         """Windows of a convolution that sees ``width`` tokens, the token itself included."""
         reach = width - 1
         offset = np.arange(-reach, reach)
@@ -153,7 +151,7 @@ class Depths:
     back: Gather | None = None  # the way back
 
     @classmethod
-    def from_layout(cls, layout: PackedLayout, device: torch.device) -> Depths:
+    def from_layout(cls, layout: PackedLayout, device: torch.device) -> "Depths":
         """Segments lie as a walk through the prefix tree meets them, so siblings are next to each other at a depth.
 
         They are cut where states are published.
@@ -164,9 +162,11 @@ class Depths:
         whole = np.searchsorted(layout.cu_seqlens_q, bounds[:-1], side="right") - 1  # the segment of each piece
         last_piece = np.searchsorted(bounds, layout.cu_seqlens_q[1:]) - 1
         of_whole = layout.segment_parent[whole]
-        begins, previous = bounds[:-1] == layout.cu_seqlens_q[whole], np.arange(-1, len(whole) - 1)
+        begins = bounds[:-1] == layout.cu_seqlens_q[whole]
+        previous = np.arange(-1, len(whole) - 1)
         parents = np.where(begins, np.where(of_whole >= 0, last_piece[of_whole], -1), previous)
-        lengths, position = np.diff(bounds), layout.segment_start[whole] + bounds[1:] - layout.cu_seqlens_q[whole]
+        lengths = np.diff(bounds)
+        position = layout.segment_start[whole] + bounds[1:] - layout.cu_seqlens_q[whole]
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
             depth[segment] = depth[parent] + 1 if parent >= 0 else 0
@@ -227,7 +227,9 @@ def delta_rule_over(
     # fla's kernels take segments of any length, transformers' fallback a batch of equal ones: tokens of zeros behind a
     # segment leave its state alone.
     takes_any = "cu_seqlens" in inspect.signature(rule).parameters
-    outs, state, place = [], None, Place(layer, STATE)
+    outs = []
+    state = None
+    place = Place(layer, STATE)
     if cache is not None and depths.starts is not None:
         behind_cached = depths.starts.read
         cached = cache.state(place._replace(position=behind_cached[0]))

@@ -6,8 +6,6 @@ content, and equal keys mean equal pixels, bit for bit. verl runs its processor 
 nor object identity tells. Positions enter as steps from token to token. Equal keys so have equal positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -66,7 +64,7 @@ class Modality:
     patch_numbers: int = 0  # numbers of a patch
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> Modality:
+    def of(cls, config: PretrainedConfig) -> "Modality":
         """Of a model that reads images."""
         vision: Any = config.vision_config
         channels = getattr(vision, "in_channels", None) or vision.in_chans

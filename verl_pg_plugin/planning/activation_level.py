@@ -110,14 +110,10 @@ class Levels:
             return self.ladder[0]
         beside = self.beside(labels, **cache_use)
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
-        smallest = Level.INPUTS
-        for level in self.ladder:
-            if level.on_host and self.host_bytes(level, tokens) > self.room.host:  # the room may be less than nothing
-                continue
-            if tokens * self.sizes.on_device(level) + beside <= device:
-                return level
-            smallest = level if level.on_host else Level.INPUTS
-        return smallest
+        host = self.room.host  # less than nothing, it may be
+        levels = [level for level in self.ladder if not level.on_host or self.host_bytes(level, tokens) <= host]
+        smallest = levels[-1] if levels and levels[-1].on_host else Level.INPUTS
+        return next((level for level in levels if tokens * self.sizes.on_device(level) + beside <= device), smallest)
 
     def beside(self, labels: int, **cache_use: int) -> int:
         """What a micro-batch takes beside its computed tokens; ``sizes`` are known."""

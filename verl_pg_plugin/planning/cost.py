@@ -1,7 +1,5 @@
 """What tokens cost: one model for micro-batches, balance, metrics, forecasts and the doctor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +44,7 @@ class VisionFlops:
     """By window, in patches (None for the whole image), the FLOPs of one pair over the blocks that have it."""
 
     @classmethod
-    def of(cls, module: Any) -> VisionFlops | None:
+    def of(cls, module: Any) -> "VisionFlops | None":
         """Count the matrices of an unsharded transformers model; None if it reads no images, or none are shared."""
         if getattr(module.config, "model_type", None) not in IMAGE_MODEL_TYPES:
             return None
@@ -82,7 +80,7 @@ class ModelFlops:
     vision: VisionFlops | None = None  # None where no images are read
 
     @classmethod
-    def of(cls, module: nn.Module) -> ModelFlops:
+    def of(cls, module: nn.Module) -> "ModelFlops":
         """Count the matrices of an unsharded transformers model; a device of ``meta`` will do.
 
         ValueError where it has experts, and its config does not say how many a token visits.

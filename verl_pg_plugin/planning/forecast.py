@@ -91,8 +91,11 @@ def forecast(
     ``levels`` have sizes. ``compile_layers`` and ``kernel`` are packed mode's: stock verl runs flash_attn_2, and
     compiles nothing. ValueError where the budget does not hold the longest sequence.
     """
-    order, limits, tokens = batch.order(), MicroBatchLimits(budget), int(batch.lengths.sum())
-    levels, sizes = levels.within_stock(tokens_of_stock(batch.lengths, limits)), levels.sizes
+    order = batch.order()
+    limits = MicroBatchLimits(budget)
+    tokens = int(batch.lengths.sum())
+    levels = levels.within_stock(tokens_of_stock(batch.lengths, limits))
+    sizes = levels.sizes
     assert sizes is not None
     # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.
     passes = 3 if levels.asked is Level.ALL else 4
@@ -118,7 +121,8 @@ def forecast(
         groups = cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=of_phase)
         priced = np.zeros(3)
         for layout in chain.from_iterable(lay_out(group, batch, forward_only) for group in groups):
-            labels, seen = len(layout.head_index), float(flops.attention(*layout.segments).sum())
+            labels = len(layout.head_index)
+            seen = float(flops.attention(*layout.segments).sum())
             level = levels.choose(layout.num_tokens, labels, **layout.cache_use)
             priced += price(forward_only, layout.num_tokens, seen, labels, attends_again=not level.keeps_attention)
             if layout.prefill is not None:

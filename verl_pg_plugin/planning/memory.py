@@ -3,8 +3,6 @@
 With the same sums for stock verl they meet 25 peaks measured on H200s within 3%.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +37,7 @@ class TokenBytes:
     @classmethod
     def of(
         cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True, lm_head: bool = True
-    ) -> TokenBytes | None:
+    ) -> "TokenBytes | None":
         """Count from a text config, with ``itemsize`` bytes a number; None if it does not name the sizes.
 
         Layers that are not ``compiled`` hold more while they run backwards. A critic has no ``lm_head``.
@@ -155,17 +153,18 @@ class WeightBytes:
     @classmethod
     def of(
         cls, model: Any, num_gpus: int, chunk: int = 2048, *, keeps_weights: bool = False, keeps_gradients: bool = False
-    ) -> WeightBytes:
+    ) -> "WeightBytes":
         """Count a model, with adapters if it has them, before it is sharded over ``num_gpus``; on ``meta`` too.
 
         ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts. What
         FSDP ``keeps`` is whole: weights until the backward, gradients until the last micro-batch.
         """
         config = model.config.get_text_config()
-        hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 1
-        vocabulary = config.vocab_size * hidden
+        layers = getattr(config, "num_hidden_layers", None) or 1
+        vocabulary = config.vocab_size * (getattr(config, "hidden_size", None) or 0)
         weights, trained = _numbers(model), _numbers(model, trained=True)
-        layer, lm_head = (weights - vocabulary) / layers, model.get_output_embeddings()
+        layer = (weights - vocabulary) / layers
+        lm_head = model.get_output_embeddings()
         head = 4.0 * (_numbers(lm_head, trained=True) + config.vocab_size * chunk) if lm_head is not None else 0.0
         # Of two layers bfloat16 weights, and gradients in bfloat16 and twice in float32.
         gathered = 2 * weights if keeps_weights else 2 * vocabulary + 4 * layer
