@@ -117,9 +117,8 @@ class PackedAttention(AttentionContext):
             ranks, num_kv_heads = dist.get_world_size(self.group), key.shape[1]
             if why := heads_obstacle(query.shape[1], num_kv_heads, ranks):
                 raise ValueError(f"{why}; set ulysses_sequence_parallel_size to a divisor of both")
-            # A rank needs at least one key/value head of its own.
-            repeats = max(ranks // num_kv_heads, 1)
-            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+            if (repeats := ranks // num_kv_heads) > 1:  # a rank needs a key/value head of its own
+                key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
             if options.sinks is not None:
                 options = replace(options, sinks=self.own_heads(options.sinks))
         q_THD, k_TGD, v_TGD = (self.to_heads(x.transpose(1, 2)).squeeze(0) for x in (query, key, value))

@@ -181,7 +181,9 @@ def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator
 
 def decoder_layers(module: Any) -> list[nn.Module]:
     """Layers of a transformers model, in the order of its modules; empty where it does not say which they are."""
-    names = module._no_split_modules or ()
+    names = set(module._no_split_modules or ())
+    if not names:
+        return []
     text = module if module.config.get_text_config() is module.config else module.get_decoder()  # without encoders
     return [layer for layer in text.modules() if type(layer).__name__ in names]
 
