@@ -9,14 +9,14 @@ to files and images get the address of the tagged commit, and the metadata that 
 Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# On PyPI the plugin comes from there, and not from a clone.
+ON_PYPI = {"'./verl_pg_plugin[": "'verl-pg-plugin[", "# a clone's folder, beside": "# beside"}
 LINK = re.compile(r"(!\[[^\[\]]*)?\]\((?![a-z]+:|#)([^)]+)\)")
 
 
@@ -81,11 +81,9 @@ def main() -> int:
         sys.stdout.write(f"{section(args.tag[1:], changelog)}\n")
     if not found and args.repository:
         readme = ROOT / "README.md"
-        text = (
-            readme.read_text()
-            .replace("'./verl_pg_plugin[", "'verl-pg-plugin[")
-            .replace("# a clone, beside", "# beside")
-        )
+        text = readme.read_text()
+        for of_a_clone, of_pypi in ON_PYPI.items():
+            text = text.replace(of_a_clone, of_pypi)
         readme.write_text(absolute_links(text, args.repository, args.tag))
         pyproject = ROOT / "pyproject.toml"
         pyproject.write_text(with_addresses(pyproject.read_text(), args.repository))

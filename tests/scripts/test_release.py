@@ -1,19 +1,16 @@
 """A release can be cut: one version, links that work on PyPI, workflows that name what is there."""
 
 import re
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
+from prepare_release import ON_PYPI, absolute_links, issues, version_of, with_addresses
 
 import verl_pg_plugin
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "upkeep"))
-from prepare_release import absolute_links, issues, version_of, with_addresses  # noqa: E402
-
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -41,6 +38,8 @@ def test_links_and_metadata_lead_to_the_repository_of_the_release_and_there_is_o
         "[![t](https://host/me/it/actions/t.svg)](https://host/me/it/blob/v1.0.0/docs/t.md) "
         "[![p](https://x.org/p)](https://host/me/it/actions/t.yml)"
     )
+    readme = (ROOT / "README.md").read_text()
+    assert all(of_a_clone in readme for of_a_clone in ON_PYPI)
     project = (ROOT / "pyproject.toml").read_text()
     assert '\nIssues = "https://host/me/it/issues"\n' in with_addresses(project, "https://host/me/it")
     assert verl_pg_plugin.__version__ == version_of(ROOT / "verl_pg_plugin") == version("verl-pg-plugin")
