@@ -1,17 +1,14 @@
 """A trainer config that can run, on a checkpoint that exists, to break one setting at a time."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
-
 import pytest
-from config_support import FLAGS, TINY, compose_config, parse, runnable, save_checkpoint, save_data
 from omegaconf import DictConfig, OmegaConf
 from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLConfig
 
+from tests.config.config_support import FLAGS, TINY, compose_config, parse, runnable, save_checkpoint, save_data
 from verl_pg_plugin.config import Mode, compile, machine, rules
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 

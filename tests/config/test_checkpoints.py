@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from config_support import TINY, save_checkpoint
 
+from tests.config.config_support import TINY, save_checkpoint
 from verl_pg_plugin.config import Mode, machine
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL
 from verl_pg_plugin.config.machine import read_checkpoint

@@ -4,16 +4,16 @@ import sys
 from contextlib import nullcontext
 
 import pytest
-from config_support import FLAGS, compose_config, compose_stock
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from test_rules import engine_configs
 from verl.trainer import main_ppo as verls_main_ppo
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.main_ppo_v0 import TaskRunner
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from tests.config.config_support import FLAGS, compose_config, compose_stock
+from tests.config.test_rules import engine_configs
 from tests.fresh import run_fresh
 from verl_pg_plugin import main_ppo
 from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of

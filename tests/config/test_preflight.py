@@ -1,9 +1,9 @@
 """What works passes, however unusual; what is certain to fail is listed at once, with its key, its cause and a fix."""
 
 import pytest
-from config_support import CRITIC, SHARED
 from omegaconf import DictConfig
 
+from tests.config.config_support import CRITIC, SHARED
 from verl_pg_plugin import compat
 from verl_pg_plugin.config import Mode, preflight
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT

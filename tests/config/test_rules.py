@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from config_support import CRITIC
 from omegaconf import DictConfig, OmegaConf
 from transformers import Qwen3ForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.model import MtpConfig
 
+from tests.config.config_support import CRITIC
 from verl_pg_plugin.config import Mode, rules
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT
 from verl_pg_plugin.config.mode import SP_SIZE as SP

@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from config_support import CRITIC, compose_config, compose_stock
-from test_rules import assert_refused_alike, engine_configs, errors
 
+from tests.config.config_support import CRITIC, compose_config, compose_stock
+from tests.config.test_rules import assert_refused_alike, engine_configs, errors
 from verl_pg_plugin.config import PrefixGrouperVeOmniEngineConfig, engine_config, rules
 from verl_pg_plugin.config.engage import engage
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF

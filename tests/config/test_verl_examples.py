@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import transformers
-from config_support import SHARED, TINY, VERL_EXAMPLES, example_settings, save_checkpoint
 
+from tests.config.config_support import SHARED, TINY, VERL_EXAMPLES, example_settings, save_checkpoint
 from verl_pg_plugin.config import Mode, compile, preflight, rules
 from verl_pg_plugin.config.keys import ACTOR
 
