@@ -21,7 +21,7 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     [ -d "$WORK_DIR/data" ] ||
         "$PYTHON" "$repository/scripts/make_arithmetic_data.py" --output-dir "$WORK_DIR/data"
     [ -d "$MODEL_PATH" ] ||
-        "$PYTHON" "$repository/scripts/make_tiny_checkpoint.py" --output-dir "$MODEL_PATH" --tool-calls --warm-up-steps 300
+        "$PYTHON" "$repository/scripts/make_tiny_checkpoint.py" --output-dir "$MODEL_PATH" --tool-calls
 fi
 exec bash "$repository/examples/run_qwen3_pg.sh" \
     trainer.experiment_name=run_qwen3_tools_pg \

@@ -1,17 +1,15 @@
 """Write a tiny checkpoint with a character tokenizer, for training on a CPU.
 
-    python scripts/make_tiny_checkpoint.py --output-dir DIR [--architecture qwen3_moe] [--warm-up-steps 80] \
+    python scripts/make_tiny_checkpoint.py --output-dir DIR [--architecture qwen3_moe] [--warm-up-steps N] \
         [--head-dim 32] [--tool-calls] [--seed 0]
 
 The weights are random, then fitted for a few seconds on the arithmetic questions of ``make_arithmetic_data.py``
 (supervised, answer tokens only). Without this warm-up a random model hardly ever draws a right answer and RL
 spends its first minutes on the format; with it the reward starts low, above zero, and RL does the rest.
 ``--warm-up-steps 0`` leaves the weights random; GPU kernels want ``--head-dim 64``.
-With ``--tool-calls`` the answer is a call of the tool in ``data/calculator_tool.py``, then the number it returns; give
-that 300 warm-up steps, since a call is one only when all of its characters are right.
+With ``--tool-calls`` the answer is a call of the tool in ``data/calculator_tool.py``, then the number it returns; that
+takes 300 warm-up steps, since a call is one only when all of its characters are right.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -56,7 +54,7 @@ def make_tiny_checkpoint(
     output_dir: Path,
     *,
     architecture: str = "qwen3",
-    warm_up_steps: int = 80,
+    warm_up_steps: int | None = None,
     head_dim: int = HEAD_DIM,
     tool_calls: bool = False,
     seed: int = 0,
@@ -65,6 +63,7 @@ def make_tiny_checkpoint(
     """Write model, generation config and tokenizer to ``output_dir`` and return it.
 
     Args:
+        warm_up_steps: 80 by default, 300 with tool calls.
         vocab_multiple: the embedding gets as many rows more as make it a multiple of this. vLLM's adapters of the head
             need 64, as released models have.
 
@@ -78,6 +77,8 @@ def make_tiny_checkpoint(
     vocab_size = -(-len(tokenizer) // vocab_multiple) * vocab_multiple
     sizes = ARCHITECTURES[architecture] | {"head_dim": head_dim, "vocab_size": vocab_size}
     model = tiny_model(tokenizer, architecture, **sizes)
+    if warm_up_steps is None:
+        warm_up_steps = 300 if tool_calls else 80
     warm_up(model, tokenizer, warm_up_steps, seed=seed, reply=answer_by_tool if tool_calls else None)
     with whole_directory(output_dir) as scratch:
         model.save_pretrained(scratch)
@@ -89,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
-    parser.add_argument("--warm-up-steps", type=int, default=80)
+    parser.add_argument("--warm-up-steps", type=int, help="default: 80, or 300 with --tool-calls")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
     parser.add_argument("--tool-calls", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

@@ -12,8 +12,6 @@ Rollout is vLLM where torch sees a GPU and the plugin's own on a CPU. The checkp
 metrics stay in ``--output-dir``; the exit code is 1 when a run failed, or logged how its processes died at its end.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -26,10 +24,6 @@ from pathlib import Path
 
 import psutil
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("VERL_PLATFORM", "cpu")
-
 from benchmarks.step_runs import ScriptRun, run_to_end, start
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
@@ -40,7 +34,6 @@ from rich.console import Console
 from verl_pg_plugin.cli.demo import read_steps
 
 STEPS = 2
-TOOL_WARM_UP_STEPS = 200
 SURVIVORS_S = 60
 # What a process that dies of a signal leaves in the log.
 DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
@@ -82,8 +75,7 @@ class SmokeRun:
         }
         folder = f"trainer.default_local_dir={self.checkpoints}"
         overrides = [folder, *tiny_overrides(self.device), *self.overrides]
-        metrics, log = self.work_dir / f"{self.name}.jsonl", self.work_dir / f"{self.name}.log"
-        return ScriptRun.of_example(self.script, overrides, variables, metrics, log)
+        return ScriptRun.of_example(self.script, overrides, variables, self.work_dir, self.name)
 
 
 class SmokeError(Exception):
@@ -248,7 +240,6 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, Path], dic
                 models[name],
                 head_dim=HEAD_DIM[device],
                 tool_calls=kind == "tools",
-                warm_up_steps=TOOL_WARM_UP_STEPS if kind == "tools" else 80,
                 vocab_multiple=64 if device == "gpu" else 1,
             )
     return data, models
@@ -277,7 +268,9 @@ def main() -> int:
         except SmokeError as error:
             failed = True
             outcome = f"FAILED  {error}"
-            console.print(replace(run, name=name).script_run().last_lines())
+            # The last of several starts.
+            log = max(run.work_dir.glob(f"{name}*.log"), key=lambda log: log.stat().st_mtime)
+            console.print(replace(run, name=log.stem).script_run().last_lines())
         console.print(f"{name:8} {time.monotonic() - start:4.0f} s  {outcome}")
     return int(failed)
 
