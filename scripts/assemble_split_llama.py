@@ -51,24 +51,22 @@ def main() -> None:
     parser.add_argument("--last", type=Path, required=True, help="Llama checkpoint (safetensors) of the upper layers")
     parser.add_argument("--last-layers", type=int, required=True, help="how many of its layers, from the top")
     parser.add_argument("--output", type=Path, required=True, help="folder to create; must not exist")
-    parser.add_argument("--seed", type=int, default=0, help="of the adapter's initial weights")
     args = parser.parse_args()
     try:
-        num_tensors = assemble(args.first, args.first_layers, args.last, args.last_layers, args.output, args.seed)
+        num_tensors = assemble(args.first, args.first_layers, args.last, args.last_layers, args.output)
     except (ValueError, FileExistsError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     sys.stdout.write(f"{args.output}: {num_tensors} tensors; load it with trust_remote_code=True\n")
 
 
-def assemble(first: Path, first_layers: int, last: Path, last_layers: int, output: Path, seed: int = 0) -> int:
+def assemble(first: Path, first_layers: int, last: Path, last_layers: int, output: Path) -> int:
     """Write the checkpoint.
 
     Args:
         first, last: folders with ``config.json`` and safetensors of ``LlamaForCausalLM``.
         first_layers, last_layers: layers to take, from the bottom and from the top; at least 1.
         output: folder to create.
-        seed: of the adapter.
 
     Returns:
         Number of tensors written.
@@ -112,7 +110,7 @@ def assemble(first: Path, first_layers: int, last: Path, last_layers: int, outpu
     for name in TOKENIZER_FILES:
         if (last / name).is_file():
             shutil.copyfile(last / name, output / name)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     width_in, width_out = first_config.hidden_size, last_config.hidden_size
     adapter = torch.randn(width_out, width_in, generator=generator) / width_in**0.5
     return _write(output, shards, {"model.adapter.weight": adapter.to(config.dtype or torch.float32)})

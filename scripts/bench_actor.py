@@ -32,12 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("VERL_PLATFORM", "cpu")
-
 import numpy as np
+import torch
 import torch.distributed as dist
 import transformers
 from benchmarks.actor_cases import PHASES, Case, Work, batch_of_phase, parse_case, samples_of_ranks
@@ -213,6 +209,9 @@ def profile_phase(title: str, engine: Any, phase: str, batch: TensorDict, loss: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser)
+    parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
+    parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks that share a sequence")
     parser.add_argument("--cases", nargs="+", type=parse_case, default=[Case(512, "64", "8", 4)])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES[:3]))
     parser.add_argument("--topk", type=int, default=64, help="tokens that the teacher of distill tells")
@@ -288,7 +287,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 batch = case.images.add_to(batch, groups[dist.get_rank() // args.ulysses], config)
             name = str(case)
             encoders = image_flops(case.images, groups, config, flops)
-            works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing, encoders)
+            works[path, name] = Work.of(ranks, flops, encoders)
             of_prompt = case.images.number * case.images.patches(config) if case.images else 0
             patches[name] = len(whole.samples) * of_prompt
             kernels[path] = "stock" if path.stock else engine.kernel.name

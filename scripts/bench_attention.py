@@ -31,7 +31,8 @@ from benchmarks.common import environment, write_csv
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import KERNELS, kernel_obstacle, select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
-from verl_pg_plugin.layout import PackedLayout, build_packed_layout
+from verl_pg_plugin.layout import build_packed_layout
+from verl_pg_plugin.planning.cost import visible_pairs
 
 QUERY_CHUNK = 256
 """Queries whose float32 scores are held at once: 256 x 32 heads x 33k keys is 1 GiB, a few of those live."""
@@ -76,12 +77,6 @@ def _tree(prompt: int, step: int, branches: int, depth: int) -> list[np.ndarray]
     for _ in range(depth):
         sequences = [np.append(path, np.full(step, 2 + child)) for path in sequences for child in range(branches)]
     return sequences
-
-
-def num_pairs(layout: PackedLayout) -> int:
-    """(query, key) pairs of packed tokens."""
-    keys, queries = (np.diff(x) for x in (layout.cu_seqlens_k, layout.cu_seqlens_q))
-    return int((queries * (keys - queries) + queries * (queries + 1) // 2).sum())
 
 
 class Problem:
@@ -162,7 +157,8 @@ class AttentionPath:
         else:
             self.places = torch.arange(len(problem.q), device=device)
             packed = PackedAttention(problem.layout, kernel)
-            self.pairs = num_pairs(problem.layout)
+            keys, queries = (np.diff(x) for x in (problem.layout.cu_seqlens_k, problem.layout.cu_seqlens_q))
+            self.pairs = int(visible_pairs(keys - queries, queries).sum())
         self.attend: Attend = lambda q, k, v: packed.attend_packed(q, k, v, options)
         self.inputs = [x[self.places].requires_grad_() for x in (problem.q, problem.k, problem.v)]
         self.grad_out = problem.grad_out[self.places]

@@ -9,8 +9,6 @@ memory is that of two responses for any n above one: the second backward runs be
 ``--memory-gib 48`` torch may allocate no more than a smaller GPU has; prompts are shorter then, and a try is faster.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os
@@ -26,10 +24,9 @@ import torch
 import transformers
 from bench_actor import run_phase
 from benchmarks.actor_cases import Case
-from benchmarks.actor_engines import EnginePath, build_engine, shared_model
+from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
 from benchmarks.batches import make_batch
 from benchmarks.common import environment, pinned_copies, write_csv
-from benchmarks.shapes import SHAPES
 from rich.console import Console
 from torch import distributed as dist
 from verl.utils.device import get_torch_device
@@ -100,16 +97,13 @@ def bisect(try_prompt: Callable[[int], Row], low: int, high: int, within: int) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
-    parser.add_argument("--layers", type=int, help="use this many layers of the model")
-    default_paths = [EnginePath("rmpad"), EnginePath("packed")]
-    parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
+    add_engine_arguments(parser)
+    parser.set_defaults(optimizer="SGD", ulysses=1)
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--n", type=int, default=2)
     parser.add_argument("--between", nargs=2, type=int, default=(16384, 163840), metavar=("LOW", "HIGH"))
     parser.add_argument("--within", type=int, default=8192, help="tokens, at least 2048")
     parser.add_argument("--memory-gib", type=float, help="what torch may allocate; default: all of the GPU")
-    parser.add_argument("--optimizer", default="SGD")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -117,8 +111,6 @@ def main() -> int:
     total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     args.memory_gib = min(args.memory_gib or total_gib, total_gib)
     torch.cuda.set_per_process_memory_fraction(args.memory_gib / total_gib, 0)
-    args.dtype, args.attn_implementation = "bf16", "flash_attention_2"
-    args.no_gradient_checkpointing, args.lora_rank, args.ulysses = False, 0, 1
 
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29578", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)

@@ -18,7 +18,6 @@ A run that fails or outlives ``--timeout`` keeps the steps it finished; the exit
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -29,10 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("VERL_PLATFORM", "cpu")
-
 from benchmarks.common import environment, write_csv
 from benchmarks.shapes import SHAPES
 from benchmarks.step_inputs import make_checkpoint, make_prompts, word_tokenizer
@@ -177,10 +172,9 @@ def run_of(
         *(f"prefix_grouper.{option}" for option in options.split(",") if option),
         *args.overrides,
     ]
-    metrics, log = args.output_dir / f"{name}.jsonl", args.output_dir / f"{name}.log"
     environ = {key: str(value) for key, value in variables.items()}
     script = AGENT_EXAMPLE if case.turns else EXAMPLES[example]
-    return ScriptRun.of_example(script, overrides, environ, metrics, log)
+    return ScriptRun.of_example(script, overrides, environ, args.output_dir, name)
 
 
 def main() -> int:

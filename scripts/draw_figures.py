@@ -5,8 +5,6 @@
 Images of data and of what the program writes are here, those that explain how it works in ``figures/concepts.py``.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

@@ -11,11 +11,8 @@ even exact modes could be compared seed by seed.
 Runs whose metrics are complete in ``--output-dir`` are kept: a command that was interrupted goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -23,10 +20,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("VERL_PLATFORM", "cpu")
-
 from benchmarks.common import write_csv
 from benchmarks.step_runs import ScriptRun, run_to_end
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
@@ -84,7 +77,6 @@ def run_of(mode: str, seed: int, args: argparse.Namespace, device: str) -> Scrip
         "USE_REMOVE_PADDING": use_remove_padding,
         "TRAIN_BATCH_SIZE": str(PROMPTS_PER_STEP),
         "PPO_MINI_BATCH_SIZE": str(PROMPTS_PER_STEP),
-        "LR": str(args.lr),
         "TOTAL_STEPS": str(args.steps),
     }
     overrides = [
@@ -94,8 +86,7 @@ def run_of(mode: str, seed: int, args: argparse.Namespace, device: str) -> Scrip
         *tiny_overrides(device),
         *args.overrides,
     ]
-    metrics, log = folder / "metrics.jsonl", folder / "run.log"
-    return ScriptRun.of_example("run_qwen3_pg.sh", overrides, variables, metrics, log)
+    return ScriptRun.of_example("run_qwen3_pg.sh", overrides, variables, folder, "run")
 
 
 def curve_of(metrics: Path, mode: str, seed: int) -> list[LearningStep]:
@@ -117,7 +108,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=FLAGS, default=["rmpad", "packed"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run, start-up included")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning"))
     parser.add_argument("--csv", type=Path, help="default: learning.csv in --output-dir")

@@ -6,8 +6,6 @@ Every question is a sum of two numbers behind one preamble, so that a prompt is 
 a GRPO group shares nearly all of its tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ is supported, and that of ``constraints.txt``. ``tests/architectures`` and ``tes
 where the record is another. What is written between the tables is kept.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -10,8 +10,6 @@ five), times are medians in seconds over all steps, ``dedup_ratio`` is the mean 
 that says so instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -280,10 +280,9 @@ class Work:
         cls,
         ranks: list[list[Sample]],
         flops: ModelFlops,
-        checkpointing: bool,
         encoders: Sequence[tuple[float, float]] | None = None,
     ) -> Work:
-        """A training step runs all but the head four times with gradient checkpointing (three without), the head three.
+        """A training step with gradient checkpointing runs all but the head four times, the head three.
 
         Args:
             encoders: forward FLOPs of the vision encoder on each rank, for every sequence alone and packed.
@@ -292,7 +291,7 @@ class Work:
         def passes(phase: str, body: float, head: float) -> float:
             if phase in ("old_log_prob", "ref"):
                 return body + head
-            return (4 if checkpointing else 3) * body + 3 * head
+            return 4 * body + 3 * head
 
         alone, packed, tokens = [], [], []
         for samples, (encoder_alone, encoder_packed) in zip(ranks, encoders or [(0.0, 0.0)] * len(ranks), strict=True):

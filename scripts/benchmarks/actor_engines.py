@@ -19,7 +19,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from benchmarks.shapes import SHAPES, config_of
+from benchmarks.shapes import SHAPES, config_of, remember
 from verl_pg_plugin.architectures import auto_class
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.engine.compiled_layers import compile_layers
@@ -85,15 +85,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
     default_paths = [EnginePath("rmpad"), EnginePath("packed")]
     parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
-    parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
     default_attention = "flash_attention_2" if torch.cuda.is_available() else "sdpa"
     parser.add_argument("--attn-implementation", default=default_attention, help="stock verl's, transformers' name")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
-    parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
     parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of that rank on all linear layers")
-    parser.add_argument("--ulysses", type=int, default=1, help="ranks that share a sequence")
-    parser.add_argument("--no-gradient-checkpointing", action="store_true")
 
 
 def shared_model(args: argparse.Namespace, folder: str) -> str:
@@ -115,24 +111,12 @@ def shared_model(args: argparse.Namespace, folder: str) -> str:
             model = auto_class(config).from_config(
                 config, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32
             )
-        remember(model)
-        model.save_pretrained(names[0])
+        remember(model).save_pretrained(names[0])
         del model
         gc.collect()
         get_torch_device().empty_cache()
     dist.barrier()
     return names[0]
-
-
-def remember(model: torch.nn.Module) -> None:
-    """Let recurrent layers decay as trained ones do.
-
-    transformers draws them so fast that the state is gone within a token: the exponent of a chunk of 64 tokens reaches
-    -1300, and fla's backward returns NaN, for stock verl as for us.
-    """
-    for name, weight in model.named_parameters():
-        if name.endswith("A_log"):
-            torch.nn.init.uniform_(weight, -5.0, -1.0)
 
 
 class _CompiledStock(FSDPEngineWithLMHead):
@@ -152,7 +136,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
             path=model_path,
             load_tokenizer=False,
             use_remove_padding=path.unpadded,
-            enable_gradient_checkpointing=not args.no_gradient_checkpointing,
+            enable_gradient_checkpointing=True,
             enable_activation_offload=path.has("offload"),
             use_fused_kernels=path.has("fused"),
             fused_kernel_options={"impl_backend": "torch"},

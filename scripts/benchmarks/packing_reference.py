@@ -4,14 +4,11 @@ This is the specification: the tests compare against it and `scripts/bench_packi
 per sample (a pad, a Python list and a concatenation for each column) is that of a usual packing loop, on purpose.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-
-logger = logging.getLogger(__name__)
 
 
 def segment_sum_by_row(values: torch.Tensor, segment_ids: torch.Tensor, num_segments: int) -> torch.Tensor:
@@ -102,12 +99,8 @@ def samples_by_row(
     samples = []
     for row, advantage in enumerate(advantages.reshape(-1)):
         prompt = np.nonzero(prompts_mask[row])[0]
-        if len(prompt) == 0:
-            logger.warning("prompts_mask is all zero for sample %d", row)
-            continue
         response = np.nonzero(responses_mask[row])[0]
-        if len(response) == 0:
-            logger.warning("responses_mask is all zero for sample %d", row)
+        if len(prompt) == 0 or len(response) == 0:
             continue
         samples.append(
             {

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 FIELDS = (
@@ -86,3 +87,15 @@ def config_of(name: str, **overrides: Any) -> PretrainedConfig:
     if "text_config" in shape:
         return AutoConfig.for_model(**{**shape, "text_config": {**shape["text_config"], **overrides}})
     return AutoConfig.for_model(**{**shape, **overrides})
+
+
+def remember(model: nn.Module) -> nn.Module:
+    """Let recurrent layers of ``model`` decay as trained ones do.
+
+    transformers draws them so fast that the state is gone within a token: the exponent of a chunk of 64 tokens reaches
+    -1300, and fla's backward returns NaN, for stock verl as for us.
+    """
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            nn.init.uniform_(weight, -5.0, -1.0)
+    return model

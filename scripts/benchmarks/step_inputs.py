@@ -4,8 +4,6 @@ The tokenizer has a word for every token id: whatever a random model draws can b
 many tokens as asked.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From the metrics files of training runs to the rows and the table of ``bench_step.py``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any

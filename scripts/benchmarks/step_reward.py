@@ -1,7 +1,5 @@
 """Reward of the step benchmark: cheap, and different for different responses, so that advantages are not all zero."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

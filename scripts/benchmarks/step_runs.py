@@ -30,12 +30,14 @@ class ScriptRun:
 
     @classmethod
     def of_example(
-        cls, script: str, overrides: list[str], environment: dict[str, str], metrics: Path, log: Path
+        cls, script: str, overrides: list[str], environment: dict[str, str], folder: Path, name: str
     ) -> ScriptRun:
         """A script of ``examples/`` with overrides of verl and variables; saves nothing unless asked."""
+        metrics = folder / f"{name}.jsonl"
         command = ["bash", str(REPOSITORY / "examples" / script), *overrides]
         unsaved = {"SAVE_FREQ": "-1", "TEST_FREQ": "-1", "RESUME_MODE": "disable"}
-        return cls(command, {**unsaved, **environment, "VERL_FILE_LOGGER_PATH": str(metrics)}, metrics, log)
+        variables = {**unsaved, **environment, "VERL_FILE_LOGGER_PATH": str(metrics)}
+        return cls(command, variables, metrics, folder / f"{name}.log")
 
     def last_lines(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])

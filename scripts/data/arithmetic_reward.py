@@ -1,7 +1,5 @@
 """Rule rewards of the arithmetic example, for verl's ``reward.custom_reward_function.path``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl_pg_plugin.demo import compute_score

@@ -1,7 +1,5 @@
 """The tool of the multi-turn example, for verl's ``actor_rollout_ref.rollout.multi_turn.function_tool_path``."""
 
-from __future__ import annotations
-
 from verl.tools.function_tool import function_tool
 
 

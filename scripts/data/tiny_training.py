@@ -1,7 +1,5 @@
 """What trainings of the tiny checkpoint share, on a GPU with vLLM or on the CPU default: sizes and a short start-up."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ on which side it lies; that and the answer become part of the context, so each s
 verl gives every sample of a session the reward, and under GRPO the advantage, of the session's last one.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from uuid import uuid4

@@ -1,7 +1,5 @@
 """Write a directory whole or not at all, also when two runs write it at once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

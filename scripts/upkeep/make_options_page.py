@@ -5,8 +5,6 @@
 With ``--check`` nothing is written; exit code 1 if one of the two is stale.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -72,7 +70,8 @@ def hydra_file(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    check, code = parser.parse_args().check, 0
+    check = parser.parse_args().check
+    code = 0
     for file, text in ((PAGE, page()), (HYDRA, hydra_file(HYDRA.read_text()))):
         if check and not (file.is_file() and file.read_text() == text):
             sys.stderr.write(f"{file} is stale; run scripts/upkeep/make_options_page.py\n")

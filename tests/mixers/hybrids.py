@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 from benchmarks.batches import Sample
-from torch import nn
+from benchmarks.shapes import remember
 
 from tests.layout.tries import Batch, batch_of
 from tests.support import TINY, VOCAB, group
@@ -42,14 +42,6 @@ SAMPLES = [
 
 def config_of(kind: str, **overrides: Any) -> Any:
     return transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind], **overrides})
-
-
-def remember(model: nn.Module) -> nn.Module:
-    """Let the recurrence of ``model`` keep what it reads for tens of rows."""
-    for name, weight in model.named_parameters():
-        if name.endswith("A_log"):
-            weight.data.copy_(torch.empty(weight.shape).uniform_(-5.0, -1.0))
-    return model
 
 
 def save_hybrid(path: Path, kind: str = "qwen3_next", seed: int = 0, **overrides: Any) -> str:

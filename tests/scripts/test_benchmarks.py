@@ -24,7 +24,7 @@ from verl_pg_plugin.planning.cost import ModelFlops
 FLOPS = ModelFlops(per_token=1000.0, per_label=100.0, pairs=(PairCost(1.0),))
 
 
-@pytest.mark.parametrize("script", ["bench_actor", "bench_longest_prompt", "bench_packing", "learning_curves"])
+@pytest.mark.parametrize("script", ["bench_longest_prompt", "bench_packing", "draw_figures", "learning_curves"])
 def test_a_script_that_no_test_runs_finds_what_it_imports(script: str) -> None:
     importlib.import_module(script)
 
@@ -43,7 +43,7 @@ def test_a_script_that_no_test_runs_finds_what_it_imports(script: str) -> None:
 def test_a_case_shares_what_it_says(text: str, expected: tuple[int, int, int]) -> None:
     """Sequences, their tokens, and packed tokens."""
     rows = parse_case(text).rows(vocab_size=1 << 30, world_size=1)
-    found = Work.of([rows.samples], FLOPS, checkpointing=True)
+    found = Work.of([rows.samples], FLOPS)
     assert (len(rows.group), found.logical_tokens, found.physical_tokens) == expected
     assert str(parse_case(text)) == text
 
