@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from verl.workers.engine.fsdp import transformer_impl
 
 from tests.conftest import free_port
 from tests.fresh import python
@@ -73,6 +74,11 @@ def check_exact_on_ranks(
 def graphs_as_they_are() -> Any:
     """What dynamo makes of FSDP is what differs on ranks; the rest of the compiler takes most of the time."""
     return patch.object(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+def weights_stay_on_the_cpu() -> Any:
+    """verl names the device of a checkpoint's weights with its number, and a CPU has none."""
+    return patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
 
 
 def _check_exact(

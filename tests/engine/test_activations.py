@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -32,7 +32,8 @@ from verl_pg_plugin.planning import activation_level
 from verl_pg_plugin.planning.activation_level import Level, Room
 from verl_pg_plugin.planning.memory import WeightBytes
 
-LAYERS, CUT = 4, make_batch(SAMPLES, max_token_len_per_gpu=40)
+LAYERS = 4
+CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
 
@@ -55,19 +56,15 @@ class LateCopier:
 
     def out(self, x: torch.Tensor) -> tuple[torch.Tensor, SimpleNamespace]:
         self.copies["out"] += 1
-        host = _nothing(x)
+        host = torch.full_like(x, torch.nan)
         return host, _once(lambda: host.copy_(x))
 
     def back(self, host: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, SimpleNamespace]:
         assert not host.isnan().any(), "comes back before it has left"
         assert host.stride() == like.stride()
         self.copies["back"] += 1
-        x = _nothing(host)
+        x = torch.full_like(host, torch.nan)
         return x, _once(lambda: x.copy_(host))
-
-
-def _nothing(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(like).fill_(torch.nan)
 
 
 def _once(copy: Callable[[], Any]) -> SimpleNamespace:
@@ -140,7 +137,8 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, tmp_path: 
         batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
     elif way.startswith("split"):
         batch = make_batch(trie(), max_token_len_per_gpu=56)
-    engine, results = make_engine(path, **WAYS.get(way, {})), []
+    results = []
+    engine = make_engine(path, **WAYS.get(way, {}))
     copier = watched(engine)
     with splitting(engine) if way.startswith("split") else nullcontext():
         for level in (Level.ALL, Level.INPUTS, *KEEPING):
@@ -155,12 +153,14 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, tmp_path: 
 
 def run_two_ranks(rank: int, path: str) -> None:
     """Ranks that share tokens, and ranks of which each has a level of its own."""
-    activations.SMALLEST, mine = 1, KEEPING if rank else KEEPING[::-1]
+    mine = KEEPING if rank else KEEPING[::-1]
     for size in (1, 2):
         samples = SAMPLES if size == 2 or rank else SAMPLES[::-1]
+        batch = make_batch(samples, max_token_len_per_gpu=40)
         engine = make_engine(path, engine={"ulysses_sequence_parallel_size": size})
-        copier, batch = watched(engine), make_batch(samples, max_token_len_per_gpu=40)
-        results = [update_at(level, engine, batch) for level in (Level.ALL, *(KEEPING if size == 2 else mine))]
+        copier = watched(engine)
+        with patch.object(activations, "SMALLEST", 1):
+            results = [update_at(level, engine, batch) for level in (Level.ALL, *(KEEPING if size == 2 else mine))]
         assert copier.copies["out"] > copier.copies["back"] > 0
         assert same_bits(results), f"Ulysses size {size}"
 
@@ -185,8 +185,11 @@ def recording(engine: Any, hook: Callable[[str], None]) -> None:
 
 def test_attention_runs_as_often_as_asked_also_where_a_layer_attends_twice(tmp_path: Path) -> None:
     """LongCat Flash, with values as wide as keys."""
-    path, batch = save_causal(tmp_path, "longcat_flash", v_head_dim=24), make_batch(SAMPLES)
-    engine, calls, results = make_engine(path), Counter(), []
+    path = save_causal(tmp_path, "longcat_flash", v_head_dim=24)
+    batch = make_batch(SAMPLES)
+    engine = make_engine(path)
+    calls: Counter[str] = Counter()
+    results = []
     recording(engine, lambda name: calls.update([name]))
     infer(engine, batch)
     once = calls["forward"]
@@ -218,7 +221,8 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
         results.append(update_at("auto", engine, CUT))
     assert same_bits(results)
-    monkeypatch.setattr(activation_level.Levels, "choose", choose := Mock(return_value=Level.ATTENTION))
+    choose = Mock(return_value=Level.ATTENTION)
+    monkeypatch.setattr(activation_level.Levels, "choose", choose)
     plan = splits.plan(make_batch(trie(), max_token_len_per_gpu=56), forward_only=False)
     of_each = [call(p.layout.num_tokens, len(p.layout.head_index), **p.layout.cache_use) for p in plan.micro_batches]
     assert (choose.call_args_list, plan.num_split_groups > 0) == (of_each, True)
@@ -248,14 +252,17 @@ def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
     """And verify mode, whose forwards verl's own offload would count, runs beside it."""
     engine = make_engine(qwen3, model={"enable_activation_offload": True}, engine={"verify": "every_1"})
-    copier, got = watched(engine), update_at("auto", engine, CUT)
+    copier = watched(engine)
+    got = update_at("auto", engine, CUT)
     assert copier.copies["out"] > 0
     assert_same(got, run_reference(qwen3, CUT))
 
 
 @pytest.mark.parametrize("level", KEEPING)
 def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, level: Level, monkeypatch) -> None:
-    engine, calls, begin = make_engine(qwen3), [], activations.Tape.__init__
+    engine = make_engine(qwen3)
+    calls = []
+    begin = activations.Tape.__init__
 
     def remember(call: Any, *args: Any) -> None:
         begin(call, *args)
@@ -273,7 +280,8 @@ def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, le
 
 def test_an_update_behind_one_that_failed_in_a_layer_is_exact(qwen3: str) -> None:
     engine, batch = make_engine(qwen3), make_batch(SAMPLES)
-    kernel, calls = engine.kernel, []
+    kernel = engine.kernel
+    calls = []
 
     def fail(name: str) -> None:
         calls.append(name)
@@ -302,8 +310,10 @@ def test_under_lora_gradients_and_optimizer_are_those_of_adapters(qwen3: str) ->
 
 def test_layers_that_fsdp2_keeps_whole_until_their_backward_are_counted_once(qwen3: str, monkeypatch) -> None:
     """Also where a forward alone has left them whole."""
-    engine, seen = make_engine(qwen3, engine={"reshard_after_forward": False}), []
-    monkeypatch.setattr(WeightBytes, "of", count := Mock(wraps=WeightBytes.of))
+    engine = make_engine(qwen3, engine={"reshard_after_forward": False})
+    seen = []
+    count = Mock(wraps=WeightBytes.of)
+    monkeypatch.setattr(WeightBytes, "of", count)
     assert engine._weight_bytes.gathered > make_engine(qwen3)._weight_bytes.gathered
     assert count.call_args.kwargs == {"keeps_weights": False, "keeps_gradients": True}
     infer(engine, CUT)

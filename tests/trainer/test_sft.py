@@ -13,10 +13,9 @@ import torch
 from make_tiny_checkpoint import make_tiny_checkpoint
 from transformers import AutoTokenizer
 from verl.trainer import sft_trainer
-from verl.workers.engine.fsdp import transformer_impl
 
 from tests.config.config_support import compose_config
-from tests.engine.ranks import on_ranks
+from tests.engine.ranks import on_ranks, weights_stay_on_the_cpu
 from verl_pg_plugin import register
 from verl_pg_plugin.trainer.sft_blocks import SFTBlocks
 
@@ -60,8 +59,6 @@ def train(rank: int, checkpoint: str, file: str, folder: str) -> Runs:
     """Metrics of three steps of every case, of stock verl and with shared prefixes."""
     register()
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    # verl names the device of a checkpoint's weights with its number, and a CPU has none.
-    on_cpu = patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
     environment = patch.dict(os.environ, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     logged: list[dict[str, float]] = []
 
@@ -72,9 +69,9 @@ def train(rank: int, checkpoint: str, file: str, folder: str) -> Runs:
             ratios = [record.args[0] for record in log.records if "dedup ratio" in record.msg]
             logged.append({**data, "dedup ratio": ratios[-1] if ratios else 1.0})
 
-    sft_trainer.Tracking = Tracking
+    tracked = patch.object(sft_trainer, "Tracking", Tracking)
     found = {}
-    with on_cpu, environment, TestCase().assertLogs("verl_pg_plugin", "INFO") as log:
+    with weights_stay_on_the_cpu(), environment, tracked, TestCase().assertLogs("verl_pg_plugin", "INFO") as log:
         for case, overrides in CASES.items():
             for shared in (False, True) if case not in STOCK else (True,):
                 logged.clear()
