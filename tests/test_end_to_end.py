@@ -98,7 +98,8 @@ def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engin
     if architecture := environment.get("ARCHITECTURE"):
         config = json.loads((tmp_path / f"model-{architecture}" / "config.json").read_text())
         assert config["model_type"] == architecture
-    with_images, asynchronous = environment.get("script") == IMAGES, overrides == VERLS_ENTRY_POINT
+    with_images = environment.get("script") == IMAGES
+    asynchronous = overrides == VERLS_ENTRY_POINT
     # A rollout leaves placeholders of images out, which the engine's softmax counts.
     tolerance = 5e-3 if with_images else 1e-4
     assert_shared(steps, least, None if asynchronous else tolerance)  # older weights have sampled some responses
@@ -116,14 +117,13 @@ def test_sessions_with_a_sequence_per_turn_train_as_prefix_trees(tmp_path: Path)
     verify = "prefix_grouper.verify=every_1"
     summary, steps = train(tmp_path, verify, script="run_qwen3_agent_pg.sh", NGPUS_PER_NODE="2", TOTAL_STEPS="3")
     assert summary["mode"] == Mode.PACKED.value
+    assert_shared(steps, least=4)
     for step in steps:
         assert step["num_turns/max"] > step["num_turns/min"] == 2, "some sessions need several sequences"
-        assert step["actor/prefix_grouper/dedup_ratio"] > 4
         assert step["actor/prefix_grouper/verify_max_error"] < 1e-4
         assert step["actor/prefix_grouper/verified_rows"] > 0
         assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 3, "all prompts begin alike"
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.1
-        assert step["training/rollout_probs_diff_max"] < 1e-4
 
 
 @pytest.mark.slow

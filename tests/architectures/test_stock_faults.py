@@ -1,6 +1,5 @@
 """docs/models.md is what the record says, the record what transformers does; faults of stock rmpad are told of."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -19,27 +18,20 @@ from verl_pg_plugin.architectures import MASKS_WITHOUT_POSITIONS, POSITIONS_KEPT
 RECORDING = "recording"
 
 
-@pytest.fixture
-def handed_on() -> Iterator[list[tuple[bool, bool]]]:
-    """Whether each attention layer got positions, and a mask that hides token 4 from token 5, which begins anew."""
-    seen: list[tuple[bool, bool]] = []
+def test_types_that_do_not_tell_attention_where_sequences_begin_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whether each attention layer got positions, and a mask that hides token 4 from token 5, which begins anew.
+    handed_on: list[tuple[bool, bool]] = []
 
     def attend(module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         hides = attention_mask is not None and not attention_mask[0, 0, 5, 4]
-        seen.append((kwargs.get("position_ids") is not None, hides))
+        handed_on.append((kwargs.get("position_ids") is not None, hides))
         kwargs.pop("softcap", None)  # which sdpa leaves out, and since transformers 5.22 refuses
         return sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
 
-    AttentionInterface.register(RECORDING, attend)
-    AttentionMaskInterface.register(RECORDING, sdpa_mask)
-    yield seen
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(RECORDING)
-
-
-def test_types_that_do_not_tell_attention_where_sequences_begin_are_known(handed_on: list[tuple[bool, bool]]) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, RECORDING, attend)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, RECORDING, sdpa_mask)
     exact = (model_type for model_type in MODEL_TYPES if outcome_of(model_type).status == EXACT)
-    kept, unmasked, seen = set(), set(), set()
+    kept, unmasked, seen = set[str](), set[str](), set[str]()
     for model_type in (name for name in exact if hasattr(tiny_config(name), "vocab_size")):
         handed_on.clear()
         torch.manual_seed(0)

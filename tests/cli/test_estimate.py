@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pyarrow as pa
@@ -29,21 +30,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def estimate(capsys, monkeypatch, model: str) -> Estimate:
     """What the command writes, or the one line of its error, and the figures of its table."""
-    shown: list[dict[str, Any]] = []
-    monkeypatch.setattr(command, "table", lambda rows, table=command.table: [shown.extend(rows), table(rows)][1])
+    shown = Mock(wraps=command.table)
+    monkeypatch.setattr(command, "table", shown)
 
     def run(arguments: str, model: object = model) -> tuple[str, Any]:
-        shown.clear()
+        shown.reset_mock()
         code = main(["estimate", "--model", str(model), *arguments.split()])
         out, err = capsys.readouterr()
         assert (code, out) == (2, "") or (code, err) == (0, "")
         assert not err or (err.startswith("error: ") and err.count("\n") == 1)
-        return out or err, [*shown]
+        return out or err, shown.call_args.args[0] if shown.called else []
 
     return run
 
 
-def test_lengths_give_a_table(estimate: Estimate) -> None:
+def test_lengths_tell_what_sharing_gains_and_the_fastest_budget(estimate: Estimate) -> None:
     out, (tight, wide) = estimate("--prompt 64 --response 16 --n 8 --groups 2 --budget 100 400 --gen-seconds 1")
     assert (tight["budget"], wide["budget"]) == (100, 400)
     assert tight["logical_tokens"] == 2 * 8 * 80

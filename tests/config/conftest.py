@@ -44,21 +44,6 @@ def runnable_overrides(checkpoint: Path, data_file: Path) -> list[str]:
     return runnable(checkpoint, data_file)
 
 
-@pytest.fixture
-def make_config(runnable_overrides: list[str]) -> Callable[..., DictConfig]:
-    """Build a runnable config in a mode and apply ``{key: value}`` on top, interpolations kept alive."""
-
-    def make(mode: Mode = Mode.PACKED, settings: dict[str, Any] | None = None) -> DictConfig:
-        config = compose_config(*runnable_overrides)
-        shares, unpadded = FLAGS[mode]
-        flags = {USE_PREFIX_GROUPER: shares, USE_REMOVE_PADDING: unpadded, "critic.model.use_remove_padding": unpadded}
-        for key, value in {**flags, **(settings or {})}.items():
-            OmegaConf.update(config, key, value, force_add=True)
-        return config
-
-    return make
-
-
 @pytest.fixture(scope="session")
 def places(tmp_path_factory, checkpoint: Path, models: Path, data_file: Path) -> dict[str, Path]:
     """What overrides name in braces."""
@@ -72,11 +57,20 @@ def places(tmp_path_factory, checkpoint: Path, models: Path, data_file: Path) ->
 
 
 @pytest.fixture
-def config_of(make_config, places: dict[str, Path]) -> Callable[..., DictConfig]:
-    """The same with blank-separated overrides."""
+def config_of(runnable_overrides: list[str], places: dict[str, Path]) -> Callable[..., DictConfig]:
+    """Build a runnable config in a mode, with blank-separated overrides or ``{key: value}`` on top.
 
-    def make(overrides: str, mode: Mode = Mode.PACKED, **beside: Any) -> DictConfig:
-        return make_config(mode, beside | parse(overrides.format(**places)))
+    Interpolations stay alive.
+    """
+
+    def make(overrides: str | dict[str, Any] = "", mode: Mode = Mode.PACKED, **beside: Any) -> DictConfig:
+        config = compose_config(*runnable_overrides)
+        shares, unpadded = FLAGS[mode]
+        flags = {USE_PREFIX_GROUPER: shares, USE_REMOVE_PADDING: unpadded, "critic.model.use_remove_padding": unpadded}
+        given = parse(overrides.format(**places)) if isinstance(overrides, str) else overrides
+        for key, value in {**flags, **beside, **given}.items():
+            OmegaConf.update(config, key, value, force_add=True)
+        return config
 
     return make
 

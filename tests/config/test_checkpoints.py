@@ -14,9 +14,9 @@ from verl_pg_plugin.config.preflight import sharing_issues
 
 
 @pytest.fixture
-def issues_of(make_config):
+def issues_of(config_of):
     def run(path: Path | str, mode: Mode = Mode.PACKED, section: str = MODEL, **settings):
-        return read_checkpoint(make_config(mode, {f"{section}.path": str(path), **settings}), section)[1]
+        return read_checkpoint(config_of({f"{section}.path": str(path), **settings}, mode), section)[1]
 
     return run
 
@@ -76,14 +76,14 @@ def test_an_override_that_does_not_fit_the_config_is_named_and_not_the_config(is
     assert "\n" not in issue.why
 
 
-def test_sequences_that_would_lend_others_their_rotary_frequencies_are_warned_of(make_config, tmp_path):
+def test_sequences_that_would_lend_others_their_rotary_frequencies_are_warned_of(config_of, tmp_path):
     kinds = {"sliding_attention": "default", "full_attention": "dynamic"}
     rope = {layer: {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4} for layer, kind in kinds.items()}
     path = str(save_checkpoint(tmp_path, transformers.Gemma3TextConfig(**TINY, rope_parameters=rope)))
     settings = {f"{MODEL}.path": path, "data.max_prompt_length": 192}
     fits, exceeds = ({**settings, "data.max_response_length": most} for most in (8000, 8001))
-    assert sharing_issues(make_config(settings=fits)) == []
-    (issue,) = sharing_issues(make_config(settings=exceeds))
+    assert sharing_issues(config_of(fits)) == []
+    (issue,) = sharing_issues(config_of(exceeds))
     assert (issue.is_warning, issue.fix) == (True, "data.max_response_length=8000")
 
 
@@ -118,7 +118,8 @@ def test_code_of_a_checkpoint_never_runs_in_front_of_ray(issues_of, tmp_path):
     (tmp_path / "configuration_own.py").write_text(f"open({str(marker)!r}, 'w')\n")
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     own = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map}
-    write, trusts = (tmp_path / "config.json").write_text, {f"{MODEL}.trust_remote_code": True}
+    write = (tmp_path / "config.json").write_text
+    trusts = {f"{MODEL}.trust_remote_code": True}
     write(json.dumps(own))
     assert f"{MODEL}.trust_remote_code=True" in issues_of(tmp_path)[0].fix
     assert issues_of(tmp_path, **trusts) == []

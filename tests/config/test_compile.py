@@ -22,12 +22,12 @@ def engine(device: str = "cuda", config: Any = None, model: Any = None, **hf_con
     return Engine("actor_rollout_ref.actor", flags | (config or {}), model, device, checkpoint)
 
 
-@pytest.fixture(autouse=True)
-def compiler_is_there(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if "machine" not in request.node.name:
-        monkeypatch.setattr(under_test, "compiler_obstacle", lambda *asked: "")
+@pytest.fixture
+def compiler_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "compiler_obstacle", lambda *asked: "")
 
 
+@pytest.mark.usefixtures("compiler_is_there")
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_auto_compiles_a_type_that_nothing_is_known_against(strategy: str) -> None:
     assert layer_compilation(engine(config={"strategy": strategy, "wrap_policy": {"min_num_params": 0}})) == (
@@ -56,6 +56,7 @@ LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
 ]
 
 
+@pytest.mark.usefixtures("compiler_is_there")
 @pytest.mark.parametrize(("changed", "why", "true_compiles"), LEFT_ALONE)
 def test_auto_leaves_alone_what_speaks_against_it_and_says_why(changed, why, true_compiles) -> None:
     compiles, reason = layer_compilation(engine(**changed))
@@ -64,6 +65,7 @@ def test_auto_leaves_alone_what_speaks_against_it_and_says_why(changed, why, tru
     assert ("++prefix_grouper.compile_layers=True compiles" in reason) == true_compiles
 
 
+@pytest.mark.usefixtures("compiler_is_there")
 @pytest.mark.parametrize("asked", [True, False])
 def test_true_and_false_are_what_the_user_says(asked: bool) -> None:
     on_a_cpu = engine("cpu", {"prefix_grouper": {"compile_layers": asked}})

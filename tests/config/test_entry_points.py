@@ -162,9 +162,9 @@ def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_does_nothing(r
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_both_roles_follow_the_actor_flag(make_config, mode, strategy):
+def test_both_roles_follow_the_actor_flag(config_of, mode, strategy):
     settings = {"prefix_grouper.attention_kernel": "sdpa", "prefix_grouper.logits_chunk_size": 7}
-    config = make_config(mode, {f"{ACTOR}.strategy": strategy, **settings})
+    config = config_of({f"{ACTOR}.strategy": strategy, **settings}, mode)
     assert mode_of(config) is mode
     for role in (ACTOR, REF):
         engine_config = engine_configs(config, role)[0]

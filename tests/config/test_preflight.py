@@ -152,9 +152,9 @@ def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(overrides, 
     assert fix in issue.fix
 
 
-def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_config, monkeypatch, caplog) -> None:
+def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(config_of, monkeypatch, caplog) -> None:
     monkeypatch.setattr(compat, "untested", lambda: ["verl 0.10.0 is outside of what was tested, <0.10"])
-    check(make_config())
+    check(config_of())
     (record,) = (record for record in caplog.records if "outside of what was tested" in record.message)
     assert "\n" not in record.message
 

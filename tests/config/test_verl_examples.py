@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from tests.config.config_support import SHARED, TINY, VERL_EXAMPLES, example_settings, save_checkpoint
-from verl_pg_plugin.config import Mode, compile, preflight, rules
+from verl_pg_plugin.config import compile, preflight, rules
 from verl_pg_plugin.config.keys import ACTOR
 
 SCRIPTS = VERL_EXAMPLES["scripts"]
@@ -25,7 +25,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
-    name: str, checkpoints: dict[str, Path], make_config, on_gpus, monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoints: dict[str, Path], config_of, on_gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpus(8)
     find, there = importlib.util.find_spec, importlib.util.find_spec("torch")
@@ -33,7 +33,7 @@ def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
     script = SCRIPTS[name]
     path = str(checkpoints[script["model"]])
     made = {"actor_rollout_ref.model.path": path, "critic.model.path": path}
-    config = make_config(Mode.PACKED, SHARED | made | example_settings(script.get("sets", "")))
+    config = config_of(SHARED | made | example_settings(script.get("sets", "")))
     errors = [issue for issue in preflight.preflight(config) if not issue.is_warning]
     if "refused" not in script:
         assert errors == []

@@ -1,23 +1,15 @@
-"""A tiny checkpoint and data set, made once by the example's own scripts."""
+"""A tiny checkpoint, made once by the example's own script."""
 
 from pathlib import Path
 
 import pytest
-from make_arithmetic_data import make_arithmetic_data
 from make_tiny_checkpoint import make_tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", warm_up_steps=0)
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_arithmetic_data(tmp_path_factory.mktemp("arithmetic") / "data", test_size=3, repeat=2)
 
 
 @pytest.fixture(scope="session")

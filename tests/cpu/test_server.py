@@ -87,10 +87,11 @@ def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoin
         server = make_server(checkpoint, response_length=400)
         await server.set_global_steps(7)
         whole = await ask(server, temperature=0)
+        forwards: list[None] = []
+        server.model.register_forward_hook(lambda *_: forwards.append(None))
         request = asyncio.create_task(ask(server, temperature=0))
-        while not server._model_lock.locked():
+        while len(forwards) < 2:  # the second follows the first token
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
         await server.abort_all_requests()
         partial = await request
         assert partial.extra_fields["global_steps"] == 7

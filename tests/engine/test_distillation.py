@@ -136,7 +136,7 @@ def check_under_ulysses(rank: int, path: str) -> None:
         check_top_k(engine, path, batch, loss_of("forward_kl_topk", not only, False))
 
 
-def test_top_k_under_ulysses(qwen3: str) -> None:
+def test_top_k_distillation_is_exact_where_ranks_share_tokens(qwen3: str) -> None:
     on_ranks(2, check_under_ulysses, qwen3)
 
 

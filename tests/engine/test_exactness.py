@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
-def test_windows_and_long_sequences(mode: str, model: str, tmp_path: Path) -> None:
+def test_windows_and_long_sequences_are_exact_or_refused(mode: str, model: str, tmp_path: Path) -> None:
     model_type, sizes, samples = MODELS[model]
     path = save_tiny_model(tmp_path, model_type, **({"max_position_embeddings": LONGEST} | sizes))
     engine = make_engine(path, padded=mode == "padded groups")

@@ -57,13 +57,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("mode", "aggregation"), ALL)
-def test_policy_loss(engines: Engines, mode: str, aggregation: str) -> None:
+def test_a_policy_loss_is_that_of_the_rows_alone(engines: Engines, mode: str, aggregation: str) -> None:
     policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
     assert_loss_is_that_of_the_rows_alone(engines, actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss))
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_else_a_loss_computes(engines: Engines, other: str) -> None:
+def test_kl_and_rollout_correction_are_those_of_the_rows_alone(engines: Engines, other: str) -> None:
     assert_loss_is_that_of_the_rows_alone(engines, actor_loss(**OTHERS[other]))
 
 

@@ -5,13 +5,12 @@ each by itself, which tells who is to blame.
 """
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.config.config_support import compose_config, runnable, save_checkpoint
+from tests.engine.ranks import graphs_as_they_are
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, Place, alone, covering, pairs, split
 from tests.options.table import DEFAULT, OPTIONS, case_of
@@ -30,10 +29,10 @@ def test_options_keep_the_numbers_alone_and_together(case: Case, engines: Engine
     assert_exact(case, engines)
 
 
-def test_compiled_entropy_keeps_the_numbers(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_entropy_keeps_the_numbers(engines: Engines) -> None:
     """Inductor takes a minute, for the slow pairs; compiled layers have tests/engine/test_compiled_layers.py."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    assert_exact(case_of("compiled entropy"), Engines(engines.checkpoint))
+    with graphs_as_they_are():
+        assert_exact(case_of("compiled entropy"), Engines(engines.checkpoint))
 
 
 @pytest.mark.parametrize("case", pairs(ON_ONE_PROCESS, refused=True), ids=str)
@@ -61,7 +60,7 @@ ROW = re.compile(r"^\| ([^|]+) \| `?([^|]+?)`? \|", re.MULTILINE)
 ROWS = [(*row, title) for title in ("Exact", "Rejected") for row in ROW.findall(SECTIONS[title])]
 
 
-def test_every_option_has_a_row() -> None:
+def test_the_page_has_a_row_for_every_option_that_is_tested() -> None:
     names = [option.name for option in OPTIONS]
     assert len(set(names)) == len(names)
     assert {(option.name, option.override, "Exact") for option in OPTIONS} <= set(ROWS)

@@ -194,7 +194,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize(("cut", "sizes", "computed_again", "prefill"), CUTS.values(), ids=CUTS)
-def test_a_group_is_cut(cut: tuple, sizes: list[int], computed_again: int, prefill: int) -> None:
+def test_cutting_a_group_computes_little_again(cut: tuple, sizes: list[int], computed_again: int, prefill: int) -> None:
     plan = cut_group(*cut)
     assert sorted(len(part.sequences) for part in parts_of(plan)) == sizes
     assert (recomputed(plan, GROUP.order()), sum(prefills(plan))) == (computed_again, prefill)
