@@ -85,7 +85,7 @@ class Problem:
     def __init__(self, case: str, args: argparse.Namespace) -> None:
         kind, _, numbers = case.rpartition(":")
         shape = tuple(map(int, numbers.split(",")))
-        sequences, prompt = (_tree if kind == "tree" else _groups)(*shape), shape[0]
+        sequences = (_tree if kind == "tree" else _groups)(*shape)
         # The places of each sequence's packed tokens: a token is one with those of other sequences that agree up to the
         # token it predicts.
         places: dict[bytes, int] = {}
@@ -97,7 +97,7 @@ class Problem:
                 found.append(places.setdefault(read.digest(), len(places)))
             self.places.append(torch.tensor(found, device=args.device))
         offsets = np.cumsum([0, *map(len, sequences)])
-        self.layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(len(sequences), prompt))
+        self.layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(len(sequences), shape[0]))
         self.scale = args.head_dim**-0.5
         generator = torch.Generator(args.device).manual_seed(0)
         self.q, self.k, self.v, self.grad_out = (

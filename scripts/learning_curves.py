@@ -131,7 +131,8 @@ def main() -> int:
     # Seed by seed, so that an interrupted command leaves whole pairs.
     for seed, mode in product(args.seeds, args.modes):
         run = run_of(mode, seed, args, device)
-        settings, kept = json.dumps([run.command, run.environment], indent=1), run.log.with_name("settings.json")
+        settings = json.dumps([run.command, run.environment], indent=1)
+        kept = run.log.with_name("settings.json")
         if kept.is_file() and kept.read_text() != settings:
             console.print(f"error: {run.log.parent} holds a run with other settings; choose another --output-dir")
             return 2
