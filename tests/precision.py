@@ -111,11 +111,13 @@ def float64_copy(name: str) -> ModuleType:
 
     Its Gated DeltaNet loops over the tokens of a chunk: 16, to which it pads each segment, takes a third of 64's time.
     """
-    copy_name, stock = f"{name}_float64", importlib.import_module(name)
+    copy_name = f"{name}_float64"
+    stock = importlib.import_module(name)
     if copy_name not in sys.modules:
         text = Path(str(stock.__file__)).read_text()
         text = re.sub(r"torch\.float(32)?\b", "torch.float64", text).replace(".float()", ".double()")
-        text, copy = re.sub(r"(chunk_size(: int)? ?= ?)64\b", r"\g<1>16", text), ModuleType(copy_name)
+        text = re.sub(r"(chunk_size(: int)? ?= ?)64\b", r"\g<1>16", text)
+        copy = ModuleType(copy_name)
         copy.__file__, copy.__package__ = stock.__file__, stock.__package__
         sys.modules[copy_name] = copy
         exec(compile(text, str(stock.__file__), "exec"), copy.__dict__)

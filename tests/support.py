@@ -196,7 +196,8 @@ def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  
 @contextmanager
 def splitting(engine: Any) -> Iterator[None]:
     """Fails unless each mini-batch that ``engine`` runs in the block splits a group on some rank."""
-    run, chains = engine.forward_backward_batch, []
+    run = engine.forward_backward_batch
+    chains: list[float] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         output = run(*args, **kwargs)
@@ -271,7 +272,8 @@ def full_gradients(module: Any) -> dict[str, torch.Tensor]:
         handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
         if handle is None or handle.flat_param.grad is None:
             continue
-        gradient, prefix = handle.flat_param.grad, f"{name}.".lstrip(".").replace("_fsdp_wrapped_module.", "")
+        gradient = handle.flat_param.grad
+        prefix = f"{name}.".lstrip(".").replace("_fsdp_wrapped_module.", "")
         if handle.uses_sharded_strategy:
             shards = [torch.empty_like(gradient) for _ in range(handle.world_size)]
             dist.all_gather(shards, gradient, group=handle.process_group)
@@ -325,11 +327,15 @@ def run_reference(
     ``adapter`` is the path of a LoRA adapter; ``cut`` the sequences of each micro-batch, on which some losses depend.
     ``of_logits`` is what verl calls with the logits of a student.
     """
-    classes, images = transformers.AutoModelForCausalLM, batch.get("multi_modal_inputs")
+    images = batch.get("multi_modal_inputs")
     if is_critics(batch):
-        classes, model_options = transformers.AutoModelForTokenClassification, {"num_labels": 1, **model_options}
+        classes = transformers.AutoModelForTokenClassification
+        model_options = {"num_labels": 1, **model_options}
     elif images is not None:
-        classes, images = transformers.AutoModelForImageTextToText, [getattr(of, "data", of) for of in images]
+        classes = transformers.AutoModelForImageTextToText
+        images = [getattr(of, "data", of) for of in images]
+    else:
+        classes = transformers.AutoModelForCausalLM
     model = classes.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager", **model_options)
     if adapter:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -427,11 +433,13 @@ def check_exact(
     ``sequences`` are those of this rank; ``splits`` says that groups are split. ``reference`` is for ``run_reference``,
     whose result ``expected`` may be given.
     """
-    expected, mine = expected or run_reference(path, batch, loss, **reference), batch
+    expected = expected or run_reference(path, batch, loss, **reference)
+    mine = batch
     if sequences is not None:
         expected, mine = expected.of_rank(sequences), tu.index_select_tensor_dict(batch, list(sequences))
     with splitting(engine) if splits else nullcontext():
-        outputs, got = old_outputs(engine, mine), update(engine, mine, loss, return_model_output=True)
+        outputs = old_outputs(engine, mine)
+        got = update(engine, mine, loss, return_model_output=True)
     assert_same(got, expected)
     assert_same(replace(got, outputs=outputs), expected)
     return got

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import CheckpointError
 
+from tests import support
 from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, supports_checkpointing
 from tests.architectures.tiny_configs import MODEL_TYPES, SEED, save_causal, tiny_config
 from tests.engine.carried_cases import ONE_GROUP
@@ -25,16 +26,6 @@ from tests.engine.test_exactness import CASES
 from tests.mixers import hybrids
 from tests.modalities import tiny_vision
 from tests.precision import BF16, in_float64
-from tests.support import (
-    FUSED_HEAD,
-    Result,
-    assert_same,
-    check_exact,
-    critic_batch,
-    make_engine,
-    run_engine,
-    run_reference,
-)
 from verl_pg_plugin.architectures import CHECKPOINTS_FORWARD, FLOAT32_ANGLE_TYPES, fused_obstacle, text_skeleton
 
 SAMPLES = [*CASES["uneven_groups_and_prompts_of_different_length"], *CASES["multi_turn_branches_three_deep"]]
@@ -50,21 +41,21 @@ ZERO_GRADIENTS = {
 def engine_of(model_type: str, folder: Path, engine: dict | None = None, model: dict | None = None) -> Any:
     """Of a tiny model, written into ``folder``, with gradient checkpointing wherever there is any."""
     checkpointing = {"enable_gradient_checkpointing": supports_checkpointing(model_type)}
-    return make_engine(save_causal(folder, model_type), engine=engine, model={**checkpointing, **(model or {})})
+    return support.make_engine(save_causal(folder, model_type), engine=engine, model={**checkpointing, **(model or {})})
 
 
 def assert_exact(engine: Any, model_type: str, folder: Path, samples: Sequence[Sample] = SAMPLES) -> None:
     """Log-probs, entropies, squared probabilities where the head computes them, and gradients."""
     batch = make_batch(samples, calculate_sum_pi_squared=engine.log_prob_head is None or not engine.log_prob_head.fused)
-    actual, expected = run_engine(engine, batch), run_reference(str(folder), batch)
+    actual, expected = support.run_engine(engine, batch), support.run_reference(str(folder), batch)
     zero = ZERO_GRADIENTS.get(model_type, set())
-    assert_same(without(actual, zero), without(expected, zero))
+    support.assert_same(without(actual, zero), without(expected, zero))
     for name in zero:
         largest = expected.gradients[name.replace("bias", "weight")].abs().max()
         assert actual.gradients[name].abs().max() <= 1e-5 * largest
 
 
-def without(result: Result, names: set[str]) -> Result:
+def without(result: support.Result, names: set[str]) -> support.Result:
     return replace(result, gradients={name: grad for name, grad in result.gradients.items() if name not in names})
 
 
@@ -86,22 +77,22 @@ def test_critics_are_exact(model_type: str, tmp_path: Path) -> None:
     torch.manual_seed(SEED)
     config = tiny_config(model_type, num_labels=1)
     transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    batch = critic_batch(SAMPLES)
+    batch = support.critic_batch(SAMPLES)
     batch["returns"] = batch["returns"] + 2  # above all values, or what adds up to the bias's gradient cancels
-    check_exact(make_engine(str(tmp_path), critic=True), str(tmp_path), batch)
+    support.check_exact(support.make_engine(str(tmp_path), critic=True), str(tmp_path), batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", EXACT_TYPES)
 def test_fused_kernels_are_exact_or_refused_by_name(model_type: str, tmp_path: Path) -> None:
     if outcome_of(model_type).fused_kernels:
-        engine = engine_of(model_type, tmp_path, model=FUSED_HEAD)
+        engine = engine_of(model_type, tmp_path, model=support.FUSED_HEAD)
         assert engine.log_prob_head.fused is not None
         assert_exact(engine, model_type, tmp_path)
     else:
         obstacle = re.escape(fused_obstacle(text_skeleton(tiny_config(model_type).get_text_config())))
         with pytest.raises(ValueError, match=rf"use_fused_kernels=True: {obstacle} \(fix: .*=False"):
-            engine_of(model_type, tmp_path, model=FUSED_HEAD)
+            engine_of(model_type, tmp_path, model=support.FUSED_HEAD)
 
 
 @pytest.mark.slow
@@ -110,10 +101,10 @@ def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_pa
     text_alone = kind in hybrids.KINDS
     path = (hybrids.save_hybrid if text_alone else tiny_vision.save_vision_model)(tmp_path, kind)
     with in_float64():
-        engine = make_engine(path, model=FUSED_HEAD)
+        engine = support.make_engine(path, model=support.FUSED_HEAD)
         assert engine.log_prob_head.fused is not None
         batch = make_batch(hybrids.SAMPLES) if text_alone else tiny_vision.image_batch(path, tiny_vision.TEXT_ALONE)
-        check_exact(engine, path, batch)
+        support.check_exact(engine, path, batch)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +126,19 @@ def test_torch_before_2_13_trains_every_type_that_is_not_refused(model_type, tmp
     engine = engine_of(model_type, tmp_path, BF16)
     fails = pytest.raises(CheckpointError, match="different metadata")
     with fails if model_type in FLOAT32_ANGLE_TYPES and not CHECKPOINTS_FORWARD else nullcontext():
-        run_engine(engine, make_batch(SAMPLES))
+        support.run_engine(engine, make_batch(SAMPLES))
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_groups_split_into_chunks_are_exact(model_type: str, tmp_path: Path) -> None:
     path = save_causal(tmp_path, model_type)
-    check_exact(make_engine(path, splits=True), path, make_batch(ONE_GROUP, max_token_len_per_gpu=36), splits=True)
+    batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
+    support.check_exact(support.make_engine(path, splits=True), path, batch, splits=True)
 
 
 def test_sinks_keep_their_gradient_where_attention_is_recomputed(tmp_path: Path) -> None:
-    engine = make_engine(save_causal(tmp_path, "gpt_oss"), engine={"activations": "inputs"})
-    check_exact(engine, str(tmp_path), make_batch(SAMPLES, max_token_len_per_gpu=160))
+    engine = support.make_engine(save_causal(tmp_path, "gpt_oss"), engine={"activations": "inputs"})
+    support.check_exact(engine, str(tmp_path), make_batch(SAMPLES, max_token_len_per_gpu=160))
 
 
 @pytest.mark.slow

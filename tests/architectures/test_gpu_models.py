@@ -112,7 +112,8 @@ def assert_compiled_as_close(folder: Path, model_type: str, attention: str) -> N
     if model_class(tiny_config(model_type))._can_set_experts_implementation():
         more["_experts_implementation"] = "grouped_mm"
     no_stock = NOT_IN_STOCK | (MASKS_WITHOUT_POSITIONS if attention == "sdpa" else set())
-    zero, beside = ZERO_GRADIENTS.get(model_type, set()), "uncompiled" if model_type in no_stock else "rmpad"
+    zero = ZERO_GRADIENTS.get(model_type, set())
+    beside = "uncompiled" if model_type in no_stock else "rmpad"
     kernel = "sdpa" if model_type in CAPPED else "auto"
     assert_as_close_as_stock(save_two_layers(folder, model_type), kernel, True, zero, beside, **more)
 

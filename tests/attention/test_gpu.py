@@ -30,7 +30,8 @@ def gpu_case(name: str, *values: Any, slow: bool = False) -> Any:
 
 
 NAMES = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen")
-SHAPES, every_kernel = ((128, (16, 4)), (128, (8, 8)), (64, (16, 4)), (64, (8, 8))), gpu_kernels(*NAMES)
+SHAPES = ((128, (16, 4)), (128, (8, 8)), (64, (16, 4)), (64, (8, 8)))
+every_kernel = gpu_kernels(*NAMES)
 
 PROMPT = tuple(range(1000, 1700))
 TURN = (*PROMPT, *range(2000, 2150))

@@ -11,15 +11,6 @@ import pytest
 import torch
 
 from verl_pg_plugin.attention import kernels, passes
-from verl_pg_plugin.attention.kernels import (
-    KERNELS,
-    AttentionNeeds,
-    KernelSpec,
-    kernel_obstacle,
-    load_passes,
-    select_kernel,
-    setting_obstacle,
-)
 from verl_pg_plugin.attention.passes import Varlen, softcap_fault
 
 FLASH = ("flash-attn-4", "flash-attn-3", "flash-attn")
@@ -61,7 +52,7 @@ def test_a_kernel_is_taken_by_name_or_the_fastest_here_and_says_why(
     machine(capability, *packages)
     monkeypatch.setattr(kernels, "load_passes", lambda name: (tried.append(name), None))
     monkeypatch.setattr(passes, "softcap_fault", lambda *asked: "")
-    kernel = select_kernel(asked, device, AttentionNeeds(softcap=KERNELS[taken].softcap))
+    kernel = kernels.select_kernel(asked, device, kernels.AttentionNeeds(softcap=kernels.KERNELS[taken].softcap))
     assert kernel.name == taken
     assert reason in kernel.reason
     assert set(tried) == {taken}
@@ -70,7 +61,7 @@ def test_a_kernel_is_taken_by_name_or_the_fastest_here_and_says_why(
 @pytest.mark.parametrize(
     ("asked", "device", "capability", "packages", "message"),
     [
-        *[(name, "cpu", None, FLASH, f"{name} needs a cuda device, this is cpu: ++") for name in KERNELS][:-1],
+        *[(name, "cpu", None, FLASH, f"{name} needs a cuda device, this is cpu: ++") for name in kernels.KERNELS][:-1],
         ("flash_attn_4", "cuda", (9, 0), (), "not installed: pip install --pre flash-attn-4"),
         ("flash_attn_2", "cuda", (9, 0), (), "not installed: pip install --no-build-isolation flash-attn"),
         ("flash_attn_3", "cuda", (8, 0), FLASH, "needs compute capability (9, 0), this GPU has (8, 0)"),
@@ -83,7 +74,7 @@ def test_a_kernel_is_taken_by_name_or_the_fastest_here_and_says_why(
 def test_what_cannot_run_here_is_refused_with_what_helps(asked, device, capability, packages, message, machine) -> None:
     machine(capability, *packages)
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        select_kernel(asked, device)
+        kernels.select_kernel(asked, device)
 
 
 @pytest.mark.parametrize("error", [ImportError("no such file"), AttributeError("'cutlass' has no attribute 'ThrMma'")])
@@ -92,15 +83,15 @@ def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, erro
     machine((9, 0), *FLASH)
     monkeypatch.setattr(passes, "flash_attn_4", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall"):
-        select_kernel("auto", "cuda")
+        kernels.select_kernel("auto", "cuda")
 
 
 @pytest.mark.parametrize(("width", "windows", "fits"), [(128, 1, 1), (256, 0, 1), (256, 1, 0), (192, 0, 0)])
 def test_on_blackwell_flash_attn_4_takes_fewer_widths(width: int, windows: int, fits: int, machine: Machine) -> None:
     for capability, taken in (((9, 0), True), ((10, 0), fits)):
         machine(capability, "flash-attn-4")
-        needs = AttentionNeeds(frozenset({(width, 128)}), windows=bool(windows))
-        assert (kernel_obstacle("flash_attn_4", "cuda", needs) == "") == taken
+        needs = kernels.AttentionNeeds(frozenset({(width, 128)}), windows=bool(windows))
+        assert (kernels.kernel_obstacle("flash_attn_4", "cuda", needs) == "") == taken
 
 
 @pytest.mark.parametrize(
@@ -113,9 +104,9 @@ def test_on_blackwell_flash_attn_4_takes_fewer_widths(width: int, windows: int, 
     ],
 )
 def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], unmet: str) -> None:
-    needs = AttentionNeeds(head_dims=frozenset({dims}))
-    assert KERNELS["flash_attn_2"].unmet(needs) == unmet
-    assert setting_obstacle("auto", "cpu", needs) == ""
+    needs = kernels.AttentionNeeds(head_dims=frozenset({dims}))
+    assert kernels.KERNELS["flash_attn_2"].unmet(needs) == unmet
+    assert kernels.setting_obstacle("auto", "cpu", needs) == ""
 
 
 FORWARD, BACKWARD = passes.sdpa()
@@ -193,7 +184,7 @@ def test_flash_attn_3_is_called_as_its_builds_define_it(options: dict, monkeypat
 def test_an_early_build_of_flash_attn_3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install_flash_attn_3(monkeypatch, lambda q, k, v, window_size=(-1, -1): None, None)
     with pytest.raises(RuntimeError, match=r"flash_attn_3 .* cannot be imported \(an early build"):
-        load_passes("flash_attn_3")
+        kernels.load_passes("flash_attn_3")
 
 
 def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
@@ -245,21 +236,21 @@ def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(pair, cap
 
 def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that raises is passed over by auto, and named; the widest heads are tried."""
-    needs = AttentionNeeds(head_dims=frozenset({(64, 32), (96, 128)}), softcap=True)
+    needs = kernels.AttentionNeeds(head_dims=frozenset({(64, 32), (96, 128)}), softcap=True)
     raises = Mock(side_effect=AssertionError("this build does not support softcap"))
     pairs = {"raises": (raises, BACKWARD), "uncapped": (without_caps, without_caps), "sdpa": passes.sdpa()}
     for name in ("raises", "uncapped"):
-        monkeypatch.setitem(KERNELS, name, KernelSpec(package="torch", install="pip install it"))
+        monkeypatch.setitem(kernels.KERNELS, name, kernels.KernelSpec(package="torch", install="pip install it"))
     monkeypatch.setattr(kernels, "load_passes", pairs.__getitem__)
     monkeypatch.setattr(kernels, "candidates", lambda name, device: tuple(pairs) if name == "auto" else (name,))
-    chosen = select_kernel("auto", "cpu", needs)
+    chosen = kernels.select_kernel("auto", "cpu", needs)
     assert chosen.name == "sdpa"
     assert "raises does not take capped scores (softcap): AssertionError: this build does not" in chosen.reason
     assert "uncapped does not cap scores (softcap) as it is built" in chosen.reason
     assert raises.call_args.args[0].shape[-1] == 128
     with pytest.raises(RuntimeError, match=r"uncapped does not cap scores.*: pip install it"):
-        select_kernel("uncapped", "cpu", needs)
-    assert select_kernel("uncapped", "cpu").name == "uncapped"
+        kernels.select_kernel("uncapped", "cpu", needs)
+    assert kernels.select_kernel("uncapped", "cpu").name == "uncapped"
 
 
 def test_memory_that_ends_while_looking_is_no_fault_of_the_kernel() -> None:

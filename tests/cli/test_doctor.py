@@ -27,7 +27,8 @@ from verl_pg_plugin.config.keys import ACTOR, MODEL, ROLLOUT
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
 
 BUDGET, BY_COUNT = (f"{ACTOR}.ppo_{limit}_per_gpu" for limit in ("max_token_len", "micro_batch_size"))
-PADDED, PLATFORM = f"{MODEL}.use_remove_padding=False", {"status": OK, "what": "platform", "text": "CPUPlatform"}
+PADDED = f"{MODEL}.use_remove_padding=False"
+PLATFORM = {"status": OK, "what": "platform", "text": "CPUPlatform"}
 PROCESS = {"device": "cpu", "platform": PLATFORM, "plugin_error": "", "engines": []}
 
 HOLDS_OUR_KEY = """
@@ -151,7 +152,8 @@ def test_every_kind_of_wrong_override_is_one_line(override: str, message: str) -
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--json"]])
 def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: list[str]) -> None:
     """Two seconds of CPU: an import of verl or torch takes more."""
-    before, command = resource.getrusage(resource.RUSAGE_CHILDREN), [sys.executable, "-m", "verl_pg_plugin", *arguments]
+    command = [sys.executable, "-m", "verl_pg_plugin", *arguments]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")

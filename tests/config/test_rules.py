@@ -19,8 +19,8 @@ from verl_pg_plugin.config.rules import RULES, STOCK, check_engine, engine_of, r
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS
 
-PACKED, PADDED, GAE = Mode.PACKED, Mode.PADDED_GROUPS, f"{CRITIC} {ROLLOUT}.n=4 "
-
+PACKED, PADDED = Mode.PACKED, Mode.PADDED_GROUPS
+GAE = f"{CRITIC} {ROLLOUT}.n=4 "
 NEXT, VL = f"{MODEL}.path={{models}}/qwen3_next", f"{MODEL}.path={{models}}/qwen3_vl"
 FUSED, COMPILED = f"{MODEL}.use_fused_kernels=True", "++prefix_grouper.compile_layers=True"
 BACKEND, UNPADDED = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.use_remove_padding=False"

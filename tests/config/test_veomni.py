@@ -98,5 +98,6 @@ def test_no_whole_gradients_wait_from_one_micro_batch_to_the_next() -> None:
 def test_a_driver_without_the_package_starts_workers_that_may_have_it(address, is_warning, veomni_config, monkeypatch):
     monkeypatch.undo()  # the package and its engine are not there
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
-    found, fix = preflight(veomni_config(f"{RAY_INIT}.address={address}")), "pip install veomni, or model_engine=dp"
+    found = preflight(veomni_config(f"{RAY_INIT}.address={address}"))
+    fix = "pip install veomni, or model_engine=dp"
     assert found == [Issue(f"{role}.strategy=veomni", found[0].why, fix, is_warning) for role in (ACTOR, REF)]

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate, sample
 
-EOS, PROMPTS = 3, [(10, 11, 12, 13, 14), (20, 21), (10, 11, 12, 13, 14), (7,)]
+EOS = 3
+PROMPTS = [(10, 11, 12, 13, 14), (20, 21), (10, 11, 12, 13, 14), (7,)]
 
 
 def requests(**params: Any) -> list[Request]:

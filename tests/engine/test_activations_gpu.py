@@ -18,7 +18,8 @@ from verl_pg_plugin.planning.activation_level import Level
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
-LAYERS, NO_FOUR = 8, kernel_obstacle("flash_attn_4", "cuda")
+LAYERS = 8
+NO_FOUR = kernel_obstacle("flash_attn_4", "cuda")
 KERNELS = [  # flash-attn 4 compiles for a minute or more
     "flash_attn_2",
     pytest.param("flash_attn_4", marks=[pytest.mark.slow, pytest.mark.skipif(bool(NO_FOUR), reason=NO_FOUR)]),
@@ -77,7 +78,8 @@ def test_what_waits_on_the_host_frees_all_layers_but_two(tmp_path: Path, monkeyp
         torch.cuda.reset_peak_memory_stats()
         update_at(level, engine, batch)
         peaks[level] = torch.cuda.max_memory_allocated()
-    inputs, attention, saved = 2 * 512, 8 * (2 * 64 + 4), peaks[Level.ATTENTION] - peaks[Level.ATTENTION_ON_HOST]
+    inputs, attention = 2 * 512, 8 * (2 * 64 + 4)
+    saved = peaks[Level.ATTENTION] - peaks[Level.ATTENTION_ON_HOST]
     assert saved == pytest.approx((LAYERS - 2) * tokens * (inputs + attention), rel=0.05)
     assert peaks[Level.INPUTS_ON_HOST] <= peaks[Level.ATTENTION_ON_HOST]
 

@@ -42,7 +42,8 @@ def test_a_temperature_of_one_element_is_everybodys(shape: tuple[int, ...]) -> N
 
 def test_a_left_padded_batch_without_position_ids_is_read_as_its_sequences() -> None:
     """verl's left_right_2_no_padding leaves padded prompts and responses beside the attention mask."""
-    ids, padding = [[*s.prompt, *s.response] for s in SAMPLES], [[0] * (4 - len(s.response)) for s in SAMPLES]
+    ids = [[*s.prompt, *s.response] for s in SAMPLES]
+    padding = [[0] * (4 - len(s.response)) for s in SAMPLES]
     mask = [[0, 0, *[1] * len(row), *zeros] for row, zeros in zip(ids, padding, strict=True)]
     fields = {
         "input_ids": jagged(map(torch.tensor, ids)),

@@ -39,8 +39,10 @@ def test_split_groups_are_exact(qwen3: str, engine: Any, case: str) -> None:
 
 @pytest.mark.parametrize("model", ["windows", "values"])
 def test_windows_over_chunks_and_values_of_cached_tokens_are_exact(value_model, tmp_path: Path, model: str) -> None:
-    make, path = (critic_batch, value_model) if model == "values" else (make_batch, save_tiny_model(tmp_path, **WINDOW))
-    engine = make_engine(path, critic=model == "values", splits=True)
+    critic = model == "values"
+    make = critic_batch if critic else make_batch
+    path = value_model if critic else save_tiny_model(tmp_path, **WINDOW)
+    engine = make_engine(path, critic=critic, splits=True)
     check_exact(engine, path, make(MIXED, max_token_len_per_gpu=56), splits=True)
 
 
@@ -52,7 +54,9 @@ def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: st
     assert (plan.num_split_groups > 0) == splits
 
 
-TRIE, SECOND, SMALL = trie(), group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21), [*group(6, [7, 1], 3), *group(9, [4, 4], 2)]
+TRIE = trie()
+SECOND = group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21)
+SMALL = [*group(6, [7, 1], 3), *group(9, [4, 4], 2)]
 RANKS: dict[str, tuple[list[Sample], list[Sample]]] = {
     "two against none": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND[:3]]),
     "two against one": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND]),

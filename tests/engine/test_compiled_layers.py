@@ -169,8 +169,9 @@ def test_a_forward_compiles_all_in_settings_that_no_loss_sees(compile_with) -> N
 
     A GPU's backward has a thread of its own; a compiled loss may have a number that changes in every step.
     """
-    ours, torchs, found = compiled_layers.DYNAMO_SETTINGS | compiled_layers.AUTOGRAD_SETTINGS, settings(), []
-    compiled_by_the_loss = []
+    ours = compiled_layers.DYNAMO_SETTINGS | compiled_layers.AUTOGRAD_SETTINGS
+    torchs = settings()
+    found, compiled_by_the_loss = [], []
 
     def backend(graph: Any, inputs: Any) -> Any:
         found.append(settings())

@@ -13,23 +13,14 @@ from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
 
+from tests import support
 from tests.engine.carried_cases import NESTED
 from tests.engine.ranks import on_ranks
 from tests.engine.test_exactness import CASES, MIXED, PADDED
-from tests.support import (
-    FUSED_HEAD,
-    VOCAB,
-    assert_same,
-    check_exact,
-    group,
-    make_engine,
-    run_reference,
-    splitting,
-    update,
-)
 from verl_pg_plugin.issue import BatchError
 
-K, BEGINNINGS = 8, CASES["one_response_is_the_beginning_of_another"]
+K = 8
+BEGINNINGS = CASES["one_response_is_the_beginning_of_another"]
 LOSSES = [  # verl refuses k1 as a supervised loss
     *((mode, True, True) for mode in ("k1", "k3", "kl")),
     *((mode, False, True) for mode in ("k3", "k2", "mse", "abs", "low_var_kl", "kl")),
@@ -43,7 +34,8 @@ def with_teacher(batch: TensorDict, k: int = 1) -> TensorDict:
     log_probs = torch.tensor(rng.normal(-4.5, 1.0, (int(offsets[-1]), k)), dtype=torch.float32)
     if k > 1:
         log_probs = log_probs.log_softmax(-1) - 0.2
-    ids = torch.tensor(np.stack([rng.permutation(VOCAB)[:k] for _ in range(int(offsets[-1]))]), dtype=torch.int32)
+    drawn = np.stack([rng.permutation(support.VOCAB)[:k] for _ in range(int(offsets[-1]))])
+    ids = torch.tensor(drawn, dtype=torch.int32)
     batch["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
     batch["teacher_ids"] = torch.nested.nested_tensor_from_jagged(ids, offsets)
     return batch
@@ -70,21 +62,21 @@ def test_single_sample_losses_give_the_gradients_of_the_sequences_alone(
 ) -> None:
     loss = loss_of(mode, policy_gradient, task_rewards)
     batch = with_teacher(make_batch([*MIXED, *BEGINNINGS], calculate_entropy=False, max_token_len_per_gpu=50))
-    check_exact(packed, qwen3, batch, loss)
+    support.check_exact(packed, qwen3, batch, loss)
 
 
 def test_a_filler_of_verls_has_no_micro_batch_of_its_own_where_losses_would_fail(packed: Any, qwen3: str) -> None:
-    samples = [*group(60, [6, 5, 7, 6], 1), Sample([2] * 9, [3], mask=[0])]
+    samples = [*support.group(60, [6, 5, 7, 6], 1), Sample([2] * 9, [3], mask=[0])]
     batch = with_teacher(make_batch(samples, calculate_entropy=False, max_token_len_per_gpu=84))
-    check_exact(packed, qwen3, batch, loss_of("k3", False, False))
+    support.check_exact(packed, qwen3, batch, loss_of("k3", False, False))
     batch["loss_mask"] = batch["response_mask"] + (batch["response_mask"] == 0)  # V1 leaves it to rejected ones
-    check_exact(packed, qwen3, batch, loss_of("k3", False, False))
+    support.check_exact(packed, qwen3, batch, loss_of("k3", False, False))
     with pytest.raises(BatchError, match=r"force_group_size=2 keeps neighbours together"):
-        update(packed, with_teacher(make_batch(samples, force_group_size=2)), loss_of("k3", False, False))
+        support.update(packed, with_teacher(make_batch(samples, force_group_size=2)), loss_of("k3", False, False))
 
 
 LONG_PROMPT = [*range(30), 1, 2, 3, 4, 5, 60, 61, 62]
-REACHING = [*NESTED, Sample(LONG_PROMPT, [4, 4]), Sample(LONG_PROMPT, [4, 5]), *group(8, [3, 4], 2)]
+REACHING = [*NESTED, Sample(LONG_PROMPT, [4, 4]), Sample(LONG_PROMPT, [4, 5]), *support.group(8, [3, 4], 2)]
 """Groups that exceed 44 tokens, and a prompt that reaches into a response."""
 WHOLE, SEVERAL, EXCEEDED = ({"temperature": 0.7, "max_token_len_per_gpu": tokens} for tokens in (1 << 30, 36, 44))
 WAYS: dict[str, tuple[list[Sample], dict, dict]] = {
@@ -104,8 +96,8 @@ WAYS: dict[str, tuple[list[Sample], dict, dict]] = {
 
 
 def check_top_k(engine: Any, path: str, batch: TensorDict, loss: Callable) -> None:
-    found, expected = update(engine, batch, loss), run_reference(path, batch, loss, of_logits=loss)
-    assert_same(found, expected)
+    found, expected = support.update(engine, batch, loss), support.run_reference(path, batch, loss, of_logits=loss)
+    support.assert_same(found, expected)
     if len(found.metrics["distillation/student_mass"]) == 1:  # else these are means of micro-batches
         for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):
             name = f"distillation/{name}"
@@ -123,14 +115,15 @@ def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
     qwen3: str, way: str, policy_gradient: bool, task_rewards: bool
 ) -> None:
     samples, cut, options = WAYS[way]
-    engine, loss = make_engine(qwen3, **options), loss_of("forward_kl_topk", policy_gradient, task_rewards)
+    engine, loss = support.make_engine(qwen3, **options), loss_of("forward_kl_topk", policy_gradient, task_rewards)
     batch = top_k_batch(samples, not policy_gradient and not task_rewards, **cut)
-    with splitting(engine) if "split" in way else nullcontext():
+    with support.splitting(engine) if "split" in way else nullcontext():
         check_top_k(engine, qwen3, batch, loss)
 
 
 def check_under_ulysses(rank: int, path: str) -> None:
-    engine = make_engine(path, splits=True, engine={"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4})
+    options = {"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4}
+    engine = support.make_engine(path, splits=True, engine=options)
     for samples, only, tokens in ((MIXED, True, 1 << 30), (MIXED, False, 20), (REACHING, True, 22)):
         batch = top_k_batch(samples, only, max_token_len_per_gpu=tokens)
         check_top_k(engine, path, batch, loss_of("forward_kl_topk", not only, False))
@@ -141,8 +134,9 @@ def test_top_k_distillation_is_exact_where_ranks_share_tokens(qwen3: str) -> Non
 
 
 def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:
-    engine, batch = make_engine(qwen3, model=FUSED_HEAD), with_teacher(make_batch(MIXED, calculate_entropy=False))
+    engine = support.make_engine(qwen3, model=support.FUSED_HEAD)
+    batch = with_teacher(make_batch(MIXED, calculate_entropy=False))
     loss = loss_of("k1", True, False)
-    update(engine, batch, loss)
+    support.update(engine, batch, loss)
     with pytest.raises(BatchError, match=r"forward_kl_topk reads; set .*use_fused_kernels=False"):
-        update(engine, top_k_batch(MIXED), loss)
+        support.update(engine, top_k_batch(MIXED), loss)

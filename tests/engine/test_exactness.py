@@ -11,7 +11,9 @@ from tests.architectures.tiny_configs import save_causal
 from tests.support import FUSED_HEAD, check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.issue import BatchError
 
-PAD, MIXED, TURN = 0, [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)], [*range(40, 52)]
+PAD = 0
+MIXED = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]
+TURN = [*range(40, 52)]
 WINDOW = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
 ONE_HEAD = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
 

@@ -70,7 +70,8 @@ def test_value_class_that_the_checkpoint_brings_along(value_model: str, tmp_path
 
 def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> None:
     """verl's critic usually starts from the actor's checkpoint."""
-    engine, batch, losses = make_engine(save_qwen3(tmp_path), critic=True), critic_batch(MIXED), []
+    engine, batch = make_engine(save_qwen3(tmp_path), critic=True), critic_batch(MIXED)
+    losses = []
     for _ in range(4):
         with engine.train_mode():
             losses.append(sum(engine.train_batch(clone(batch), default_loss(batch))["loss"]))

@@ -71,7 +71,8 @@ ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=
 
 def readable(layout: PackedLayout) -> list[list[int]]:
     """For every own token, the indices into [cached | own] that its query may see: causal, aligned at the end."""
-    seen, keys = [], [layout.kv_index[a:b].tolist() for a, b in pairwise(layout.cu_seqlens_k.tolist())]
+    keys = [layout.kv_index[a:b].tolist() for a, b in pairwise(layout.cu_seqlens_k.tolist())]
+    seen = []
     for path, (a, b) in zip(keys, pairwise(layout.cu_seqlens_q.tolist()), strict=True):
         seen.extend(path[: len(path) - (b - a) + i + 1] for i in range(b - a))
     return seen
@@ -239,7 +240,8 @@ def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(data, ba
         assert forward_only or not cached
 
 
-GROUP, FIRST = batch_of(*[(range(20), (i, i, i)) for i in range(4)]), Chunk(num_sequences=4, num_read_next=19)
+GROUP = batch_of(*[(range(20), (i, i, i)) for i in range(4)])
+FIRST = Chunk(num_sequences=4, num_read_next=19)
 
 
 @pytest.mark.parametrize("wrong", [{"num_read_next": 25}, {"num_cached": 10}, {"num_cached": 40, "num_read_next": 0}])

@@ -93,10 +93,12 @@ def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False)
 
 def sequence_rows(layout: PackedLayout, tokens: Sequence[int]) -> list[int]:
     """Rows of one sequence, found by walking the trie token by token; for layouts without classes."""
-    previous, first_rows, parents = np.arange(layout.num_tokens) - 1, layout.cu_seqlens_q[:-1], layout.segment_parent
+    first_rows, parents = layout.cu_seqlens_q[:-1], layout.segment_parent
+    previous = np.arange(layout.num_tokens) - 1
     previous[first_rows] = np.where(parents >= 0, layout.cu_seqlens_q[parents + 1] - 1, -1)
     steps = zip(previous.tolist(), layout.input_ids.tolist(), layout.labels.tolist(), strict=True)
-    row_of, rows = {step: row for row, step in enumerate(steps)}, [-1]
+    row_of = {step: row for row, step in enumerate(steps)}
+    rows = [-1]
     for token, label in pairwise(tokens):
         rows.append(row_of[rows[-1], token, label])
     return rows[1:]

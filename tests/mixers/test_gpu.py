@@ -29,7 +29,8 @@ with_fla = pytest.mark.skipif(bool(OBSTACLES), reason="; ".join(OBSTACLES))
 HEADS = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05, **HEADS}
 SAMPLES = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2), *group(90, [64], 3)]
-BATCH, LOSS = make_batch(SAMPLES, max_token_len_per_gpu=1200), actor_loss(**SMOOTH_LOSS)
+BATCH = make_batch(SAMPLES, max_token_len_per_gpu=1200)
+LOSS = actor_loss(**SMOOTH_LOSS)
 
 
 @contextmanager
@@ -153,7 +154,8 @@ def test_options_of_packed_mode_change_bf16_numbers_by_rounding_alone(hybrid: st
 @with_fla
 def test_split_groups_change_bf16_numbers_by_rounding_alone(hybrid: str) -> None:
     samples = group(300, [60, 33, 90, 5, 71, 64, 20, 48] * 4, 1)
-    reference, engine = alone(hybrid, make_batch(samples)), make_engine(hybrid, splits=True, engine=BF16, model=FLASH)
+    reference = alone(hybrid, make_batch(samples))
+    engine = make_engine(hybrid, splits=True, engine=BF16, model=FLASH)
     whole = error_of(engine, make_batch(samples), reference, LOSS)
     with splitting(engine):
         split = error_of(engine, make_batch(samples, max_token_len_per_gpu=900), reference, LOSS)

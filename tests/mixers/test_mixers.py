@@ -13,21 +13,10 @@ import torch
 import transformers
 from benchmarks.batches import make_batch
 
+from tests import support
 from tests.engine.carried_cases import ONE_GROUP
 from tests.mixers.hybrids import SAMPLES, config_of, save_hybrid
 from tests.mixers.toy import CONVOLUTION
-from tests.support import (
-    check_exact,
-    check_outputs,
-    group,
-    infer,
-    make_engine,
-    old_outputs,
-    run_reference,
-    save_tiny_model,
-    splitting,
-    update,
-)
 from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import rmpad_fault
 from verl_pg_plugin.attention import kernels
@@ -35,13 +24,13 @@ from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.mixers import MIXERS, gated_delta
 from verl_pg_plugin.planning.memory import TokenBytes
 
-TREE = [*group(7, [5, 2, 3], 1), *SAMPLES[-3:]]
+TREE = [*support.group(7, [5, 2, 3], 1), *SAMPLES[-3:]]
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
     layers = {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]}
-    return save_tiny_model(tmp_path_factory.mktemp("toy"), "lfm2", **layers)
+    return support.save_tiny_model(tmp_path_factory.mktemp("toy"), "lfm2", **layers)
 
 
 @pytest.fixture
@@ -54,8 +43,8 @@ def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("with_convolutions")
 def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: dict) -> None:
-    batch, engine = make_batch(TREE, max_token_len_per_gpu=28), make_engine(toy, engine=options)
-    check_exact(engine, toy, batch)
+    batch, engine = make_batch(TREE, max_token_len_per_gpu=28), support.make_engine(toy, engine=options)
+    support.check_exact(engine, toy, batch)
     assert engine.shared_model.layers == {"attention": 2, "convolution": 1}
     assert not engine.shared_model.prefix_cache, "so its groups are not split"
 
@@ -63,26 +52,26 @@ def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: 
 @pytest.mark.usefixtures("with_convolutions")
 def test_a_mixer_that_knows_no_ranks_is_refused_under_ulysses(toy: str) -> None:
     with pytest.raises(ValueError, match=r"convolution layers of lfm2: tokens .* over ranks .*_parallel_size=1"):
-        make_engine(toy, engine={"ulysses_sequence_parallel_size": 2})
+        support.make_engine(toy, engine={"ulysses_sequence_parallel_size": 2})
 
 
 def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(toy: str, monkeypatch) -> None:
     monkeypatch.setitem(MIXERS, CONVOLUTION.name, replace(CONVOLUTION, install=lambda module: None))
     with pytest.raises(RuntimeError, match=f"convolution over shared prefixes ran in 0 of 1 layers.*{SHARING_OFF}"):
-        infer(make_engine(toy), make_batch(TREE))
+        support.infer(support.make_engine(toy), make_batch(TREE))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stock rmpad needs flash-attn there")
 def test_stock_rmpad_is_wrong_and_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     hybrid, batch = save_hybrid(tmp_path / "hybrid"), make_batch(SAMPLES)
     with caplog.at_level(logging.WARNING, logger="verl_pg_plugin.engine.registration"):
-        make_engine(save_tiny_model(tmp_path / "qwen3"), packed=False)
+        support.make_engine(support.save_tiny_model(tmp_path / "qwen3"), packed=False)
         assert not [record for record in caplog.records if record.name == "verl_pg_plugin.engine.registration"]
-        engine = make_engine(hybrid, packed=False)
+        engine = support.make_engine(hybrid, packed=False)
     (told,) = [record.getMessage() for record in caplog.records if "rmpad mode computes" in record.getMessage()]
     assert "qwen3_next wrongly" in told
     assert "use_prefix_grouper=True" in told
-    both = (old_outputs(engine, batch), run_reference(hybrid, batch).outputs)
+    both = (support.old_outputs(engine, batch), support.run_reference(hybrid, batch).outputs)
     got, want = (torch.cat(outputs["log_probs"]) for outputs in both)
     assert (got - want).abs().max() > 1e-2, "verl has mended it: rmpad_fault can go"
 
@@ -102,17 +91,18 @@ def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_k
 
 def test_memory_of_the_cache_is_what_the_config_says_and_outputs_are_exact_in_float32(tmp_path: Path) -> None:
     """Gradients of decays, which are not exact in any float32, are held in test_gated_delta.py."""
-    engine, batch = make_engine(save_hybrid(tmp_path), splits=True), make_batch(ONE_GROUP, max_token_len_per_gpu=36)
+    engine = support.make_engine(save_hybrid(tmp_path), splits=True)
+    batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
     sizes = TokenBytes.of(engine.module.config, itemsize=4)
     assert (sizes.caching_layers, sizes.state) == (1, 3 * 4 * (4 * 8 * 8 + 3 * 64))
     cached = len(ONE_GROUP[0].prompt) - 1  # sequences fork one token before they part
-    with splitting(engine):
-        metrics = infer(engine, batch)["metrics"], update(engine, batch).metrics
+    with support.splitting(engine):
+        metrics = support.infer(engine, batch)["metrics"], support.update(engine, batch).metrics
     expected = cached * sizes.key_value + sizes.state, sizes.beside(cached, states=1)
     for of_phase, layers in zip(metrics, expected, strict=True):
         (gib,) = of_phase["prefix_grouper/peak_carried_gib"]
         assert 0 <= gib * 2**30 - layers <= 32 * cached, "and a few outputs of the head"
-    check_outputs(engine, str(tmp_path), batch)
+    support.check_outputs(engine, str(tmp_path), batch)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ OF_KIND = {
     "qwen3_vl_moe": {**QWEN3, "moe_intermediate_size": 128, "num_experts_per_tok": 4},
 }
 TOWER = {"hidden_size": 128, "intermediate_size": 256}  # heads of 64, as flash-attn is compiled for everywhere
-LOSS, LENGTHS = actor_loss(**SMOOTH_LOSS), (60, 33, 90, 5, 71, 64, 20, 48)
+LOSS = actor_loss(**SMOOTH_LOSS)
+LENGTHS = (60, 33, 90, 5, 71, 64, 20, 48)
 
 
 def pictured_groups(draw: int) -> list[Shot]:

@@ -292,7 +292,8 @@ def test_the_engine_is_exact_in_every_mode_and_gradients_reach_all_weights(check
 
 IDS, ONES = random_ids(2, 6), torch.ones(2, 6, dtype=torch.long)
 GROUPER = PrefixGrouper([[2, 2, 1], [3, 2]], device="cpu")  # (2 groups, 5 tokens)
-GROUPED, ROWS = {"input_ids": IDS[:, :5], "prefix_grouper": GROUPER}, torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
+GROUPED = {"input_ids": IDS[:, :5], "prefix_grouper": GROUPER}
+ROWS = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
 PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
 
 

@@ -17,19 +17,9 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
+from tests import support
 from tests.options.option import Case
 from tests.options.table import BUDGET, SAMPLES
-from tests.support import (
-    Result,
-    actor_loss,
-    assert_same,
-    make_engine,
-    run_engine,
-    run_reference,
-    save_adapter,
-    save_tiny_model,
-    splitting,
-)
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
 
 HOW_TO_CUT = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "use_fused_kernels")
@@ -44,9 +34,9 @@ class Checkpoint:
 
     @classmethod
     def save(cls, folder: Path, **sizes: Any) -> "Checkpoint":
-        path = save_tiny_model(folder / "model", **sizes)
+        path = support.save_tiny_model(folder / "model", **sizes)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        return cls(path, save_adapter(model, folder / "adapter"))
+        return cls(path, support.save_adapter(model, folder / "adapter"))
 
     def adapter_of(self, case: Case) -> str | None:
         return self.adapter if case.settings("model").get("lora_rank") else None
@@ -59,7 +49,7 @@ class Engines:
     checkpoint: Checkpoint
     base: dict[str, Any] = field(default_factory=dict)
     built: dict[str, Any] = field(default_factory=dict)
-    references: dict[str, Result] = field(default_factory=dict)
+    references: dict[str, support.Result] = field(default_factory=dict)
 
     def of(self, case: Case, **settings: Any) -> Any:
         """The engine of a case; ``settings`` as for ``make_engine``."""
@@ -71,16 +61,16 @@ class Engines:
                 model["lora_adapter_path"] = adapter
             settings = {"splits": settings.get("packed", True), "engine": engine, **settings}
             settings["model"] = {**settings.get("model", {}), **model}
-            self.built[key] = make_engine(self.checkpoint.model, strategy=strategy, **settings)
+            self.built[key] = support.make_engine(self.checkpoint.model, strategy=strategy, **settings)
         return self.built[key]
 
-    def reference_of(self, case: Case, batch: TensorDict, seed: int = 0) -> Result:
+    def reference_of(self, case: Case, batch: TensorDict, seed: int = 0) -> support.Result:
         """Every sample of the matrix alone, or of others by ``seed``; how they are cut makes no difference to it."""
         told = {name: value for name, value in case.settings("batch").items() if name not in HOW_TO_CUT}
         key = str((told, case.settings("loss"), self.checkpoint.adapter_of(case), seed))
         if key not in self.references:
             adapter = self.checkpoint.adapter_of(case)
-            self.references[key] = run_reference(self.checkpoint.model, batch, loss_of(case), adapter=adapter)
+            self.references[key] = support.run_reference(self.checkpoint.model, batch, loss_of(case), adapter=adapter)
         return self.references[key]
 
 
@@ -99,7 +89,7 @@ def batch_of(
 
 def loss_of(case: Case) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
     """verl's PPO loss; where the engine hands out sums of squared probabilities, they carry gradient too."""
-    policy_loss = actor_loss(**case.settings("loss"))
+    policy_loss = support.actor_loss(**case.settings("loss"))
 
     def loss(model_output: dict, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
         value, metrics = policy_loss(model_output=model_output, data=data, dp_group=dp_group)
@@ -112,7 +102,7 @@ def loss_of(case: Case) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
     return loss
 
 
-def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
+def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> support.Result:
     """Split groups, where the case is about them, are of some rank: the one whose group exceeds its budget."""
     mine = tu.index_select_tensor_dict(everything, rows_of(case, engine, everything))
     if case.splits and tu.get_non_tensor_data(mine, "use_dynamic_bsz", default=True):
@@ -121,8 +111,8 @@ def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
         budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // ranks)
         tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
     shares = isinstance(engine, SharedPrefixEngine)
-    with splitting(engine) if case.splits and shares else nullcontext():
-        result = run_engine(engine, mine, loss_of(case))
+    with support.splitting(engine) if case.splits and shares else nullcontext():
+        result = support.run_engine(engine, mine, loss_of(case))
     optional = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
     asked = {name for name, flag in optional.items() if tu.get_non_tensor_data(mine, flag, default=False)}
     assert result.outputs.keys() == {"log_probs", *asked}
@@ -142,7 +132,7 @@ def assert_exact(case: Case, engines: Engines) -> None:
     """Outputs, loss and gradients of a case on this rank are those of the sequences alone."""
     engine, everything = engines.of(case), batch_of(case)
     expected = engines.reference_of(case, everything)
-    assert_same(run_on_this_rank(case, engine, everything), expected.of_rank(rows_of(case, engine, everything)))
+    support.assert_same(run_on_this_rank(case, engine, everything), expected.of_rank(rows_of(case, engine, everything)))
 
 
 def errors_of(rank: int, cases: Iterable[Case], check: Callable[[Case], None]) -> list[str]:

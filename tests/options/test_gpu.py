@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 SCALE = 10  # samples are as many times as long as those of the matrix
 NUM_BATCHES = 8
 """Of one batch an error is up to 1.4 times that of another way to round, and 0.6 times it of the next."""
-SMOOTH, AT_ONCE = Option("a loss without thresholds", "", loss=SMOOTH_LOSS), 6
+SMOOTH = Option("a loss without thresholds", "", loss=SMOOTH_LOSS)
+AT_ONCE = 6
 
 
 def kernels_of_others(case: Case) -> str:

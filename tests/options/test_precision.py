@@ -24,10 +24,10 @@ WAYS: dict[tuple[str, str], list[tuple[dict, int]]] = {
 @pytest.mark.parametrize(("dtype", "model"), WAYS)
 def test_error_is_at_most_that_of_stock_rmpad(tmp_path: Path, value_model: str, dtype: str, model: str) -> None:
     """Of a whole head, of a head in chunks, and of split groups."""
-    make, path, loss, critic = critic_batch, value_model, None, model == "critic"
-    if not critic:
-        path = save_tiny_model(tmp_path, initializer_range=0.05, **SIZES)
-        make, loss = make_batch, actor_loss(**SMOOTH_LOSS)
+    critic = model == "critic"
+    make = critic_batch if critic else make_batch
+    path = value_model if critic else save_tiny_model(tmp_path, initializer_range=0.05, **SIZES)
+    loss = None if critic else actor_loss(**SMOOTH_LOSS)
     batch = make(SAMPLES, max_token_len_per_gpu=WHOLE)
     reference = run_reference(path, batch, loss)
     stock = make_engine(path, packed=False, critic=critic, engine=PRECISIONS[dtype])

@@ -77,7 +77,8 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
     found = {}
     for name, budget in CUTS.items():
         batch = make_batch(SAMPLES, max_token_len_per_gpu=-(-budget // ulysses), enable_routing_replay=True)
-        splits, engines = name == "split groups", {}
+        splits = name == "split groups"
+        engines = {}
         for mode in ("R3", "R2"):
             options = {"ulysses_parallel_size": ulysses, "router_replay": EngineRouterReplayConfig(mode=mode)}
             engines[mode] = make_engine(path, strategy="veomni", splits=splits, engine={**options, "verify": "every_1"})
@@ -103,7 +104,8 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         dist.all_gather_object(of_ranks, [row.clone() for row in recorded.unbind()])
         rows = [row for of_rank in of_ranks[::ulysses] for row in of_rank]
         batch["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-        expected, got = reference(path, batch).of_rank(mine), update(engine, own, return_model_output=True)
+        expected = reference(path, batch).of_rank(mine)
+        got = update(engine, own, return_model_output=True)
         outputs = old_outputs(engine, own)
         del outputs["routed_experts"]
         assert_same(got, expected)

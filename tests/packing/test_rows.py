@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from verl_pg_plugin.packing import create_pack_group, pack_grouped_data, pack_grpo_data, pad_sequence_to_length
 
-Batch, EOS = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 7
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+EOS = 7
 
 
 def make_batch(prompt: list[tuple[int, int]], response: list[tuple[int, int]], seq: int, seed: int = 0) -> Batch:

@@ -19,10 +19,12 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import COMPILED, Forecast, batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
-FLOPS, SIZES = ModelFlops.of(text_skeleton(CONFIGS["4b"])), TokenBytes.of(CONFIGS["4b"])
+FLOPS = ModelFlops.of(text_skeleton(CONFIGS["4b"]))
+SIZES = TokenBytes.of(CONFIGS["4b"])
 LEVELS = Levels(sizes=SIZES)
 P, R, N, G = 2048, 256, 8, 4
-GROUPS, WHOLE, TIGHT = batch_of_lengths([P] * G, [[R] * N] * G), G * N * (P + R), P + 2 * R
+GROUPS = batch_of_lengths([P] * G, [[R] * N] * G)
+WHOLE, TIGHT = G * N * (P + R), P + 2 * R
 
 
 def predict(batch: Sequences = GROUPS, budget: int = WHOLE, levels: Levels = LEVELS, **settings: Any) -> Forecast:
@@ -105,10 +107,12 @@ def test_predictions_are_fitted_to_two_thirds_of_the_cases_of_an_h200_and_judged
         levels = Levels(Level(activations) if activations else None, TokenBytes.of(CONFIGS[model]))
         return forecast(batch, flops[model], levels, 40960 if prompt > 8192 else 20480, kernel="any")
 
-    known, rows, cases = dict(forecasts.KERNEL_SPEEDS), [], []
+    known = dict(forecasts.KERNEL_SPEEDS)
+    rows, cases = [], []
     for row in csv.DictReader((Path(__file__).parents[2] / "docs/data/updates.csv").open()):
         path, _, given = row["path"].partition(":")
-        model, of_lengths = row["model"].removeprefix("qwen3-"), row["case"].replace(",", "").isdecimal()
+        model = row["model"].removeprefix("qwen3-")
+        of_lengths = row["case"].replace(",", "").isdecimal()
         unlike = row["speedup"] == "nan" or "lora" in row["options"] or "H200" not in row["device"]
         if path.partition("/")[0] != "packed" or model not in flops or not of_lengths or unlike:
             continue
@@ -129,11 +133,13 @@ def test_predictions_are_fitted_to_two_thirds_of_the_cases_of_an_h200_and_judged
         return np.abs(1 / (total - saved) / measured - 1)
 
     different = list(dict.fromkeys(cases))
-    held_out, grid = np.array([different.index(case) % 3 == 2 for case in cases]), np.arange(1, 3, 0.05)
+    held_out = np.array([different.index(case) % 3 == 2 for case in cases])
+    grid = np.arange(1, 3, 0.05)
     best = min(((a, b) for a in grid for b in grid), key=lambda speeds: errors(*speeds)[~held_out].mean())
     assert best == pytest.approx((COMPILED, known["flash_attn_4"]))
     every = errors(*best)
-    fitted, judged, large = every[~held_out], every[held_out], every[[model != "0.6b" for model, _ in cases]]
+    fitted, judged = every[~held_out], every[held_out]
+    large = every[[model != "0.6b" for model, _ in cases]]
     num_judged = len(different) // 3
     assert (
         f"fitted to {len(different) - num_judged} cases of Qwen3-0.6B to 8B on an H200, median error "

@@ -18,7 +18,8 @@ from verl_pg_plugin.planning.forecast import batch_of_lengths
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_batches, tokens_of_stock
 
-GIB, SIZES = 2**30, {name: TokenBytes.of(config) for name, config in CONFIGS.items()}
+GIB = 2**30
+SIZES = {name: TokenBytes.of(config) for name, config in CONFIGS.items()}
 ROOM = Room(device=40 * GIB, host=100 * GIB)
 LEVELS = Levels(sizes=SIZES["4b"], room=ROOM)
 
@@ -30,13 +31,19 @@ def weights_of(name: str, num_gpus: int) -> WeightBytes:
 
 def test_what_fits_in_stock_verl_fits_here() -> None:
     """Random models, cards, ranks and batches; the largest micro-batch at the level that is chosen."""
-    draw, fitting, worst, taken = random.Random(0), 0, [0.0, 0.0], set()
+    draw = random.Random(0)
+    fitting = 0
+    worst = [0.0, 0.0]
+    taken = set()
     for _ in range(20_000):
         name, gpus = draw.choice(list(SIZES)), draw.choice((1, 2, 4, 8, 16, 32))
-        sizes, weights, fused = SIZES[name], weights_of(name, gpus), draw.random() < 0.3
+        sizes, weights = SIZES[name], weights_of(name, gpus)
+        fused = draw.random() < 0.3
         card, host = draw.choice((38, 78, 138)) * GIB, draw.choice((0, 20 * GIB, 200 * GIB))
-        prompt, response = draw.choice((512, 2048, 8192, 16384, 32768, 65536)), draw.choice((256, 1024, 4096))
-        n, budget = draw.choice((1, 2, 4, 8, 16, 32)), max(prompt + response, draw.choice((8192, 16384, 32768, 65536)))
+        prompt = draw.choice((512, 2048, 8192, 16384, 32768, 65536))
+        response = draw.choice((256, 1024, 4096))
+        n = draw.choice((1, 2, 4, 8, 16, 32))
+        budget = max(prompt + response, draw.choice((8192, 16384, 32768, 65536)))
         stock = tokens_of_stock(np.full(2 * n, prompt + response), MicroBatchLimits(budget))
         if weights.fixed + stock * sizes.stock(fused) > card:
             continue
@@ -129,7 +136,8 @@ def micro_batches(prompt: int, response: int, n: int, budget: int, levels: Level
     return sum(map(len, cut_micro_batches(build_prefix_order(batch.tokens, batch.offsets), limits, levels=levels)))
 
 
-NO_HOST, LONG, WIDE = replace(LEVELS, room=replace(ROOM, host=0.0)), (32768, 1024, 16), (8192, 1024, 64)
+NO_HOST = replace(LEVELS, room=replace(ROOM, host=0.0))
+LONG, WIDE = (32768, 1024, 16), (8192, 1024, 64)
 STAYS = (32768, 1024, 27)  # of 60,415 tokens, where 1.57 budgets take what stock verl does
 LITTLE = 40_000.0 * SIZES["4b"].on_device(Level.INPUTS)
 

@@ -32,7 +32,8 @@ from verl_pg_plugin.planning.micro_batches import (
 )
 
 Plan = list[list[MicroBatch]]
-ANY_BATCH, FREE = st.one_of(tries(), batches(max_sequences=10, with_classes=True)), CacheWeights()
+ANY_BATCH = st.one_of(tries(), batches(max_sequences=10, with_classes=True))
+FREE = CacheWeights()
 PROMPT = tuple(range(100, 200))
 GROUP = batch_of(*[(PROMPT, (i, i, i)) for i in range(8)])
 
@@ -244,7 +245,9 @@ def test_a_tiny_prefix_is_computed_again_rather_than_prefilled() -> None:
 
 def test_each_position_at_which_sequences_of_a_chunk_part_from_the_cached_path_takes_a_state() -> None:
     paths = [(*range(40 - 4 * k), *range(100 * k + 100, 100 * k + 112)) for k in range(9)]
-    batch, weights, most = batch_of(*[(path, (1, 2)) for path in paths]), CacheWeights(state=8.0), 0
+    batch = batch_of(*[(path, (1, 2)) for path in paths])
+    weights = CacheWeights(state=8.0)
+    most = 0
     for max_tokens in range(70, 110):
         plan = cut_at_cost(batch.order(), MicroBatchLimits(max_tokens), weights)
         layouts = [layout for group in plan for layout in lay_out(group, batch.as_numbers, forward_only=True)]

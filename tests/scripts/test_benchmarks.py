@@ -4,6 +4,7 @@ import argparse
 import csv
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import smoke_runs
 from bench_attention import main as bench_attention
 from benchmarks.actor_cases import Work, parse_case
 from benchmarks.actor_engines import EnginePath
@@ -128,6 +130,19 @@ def test_a_run_that_outlives_its_time_is_ended_with_every_process_it_started(tmp
     assert run.log.read_text() == "started\n"
     assert run_to_end(command_run(tmp_path, "bash", "-c", "exit 3"), timeout_s=30) == "exit code 3"
     assert run_to_end(command_run(tmp_path, "true"), timeout_s=30) == "ok"
+
+
+def test_a_smoke_run_that_fails_in_its_first_start_shows_what_that_logged(tmp_path, monkeypatch, capsys) -> None:
+    def fail(run: smoke_runs.SmokeRun, timeout_s: float) -> str:
+        run.work_dir.mkdir()
+        (run.work_dir / "tools-killed.log").write_text("what went wrong")
+        raise smoke_runs.SmokeError("wrote no checkpoint")
+
+    monkeypatch.setitem(smoke_runs.RUNS, "tools", fail)
+    monkeypatch.setattr(smoke_runs, "prepare", lambda *_: ({"tools": tmp_path}, {"tools": tmp_path}))
+    monkeypatch.setattr(sys, "argv", ["smoke_runs.py", "--runs", "tools", "--output-dir", str(tmp_path)])
+    assert smoke_runs.main() == 1
+    assert re.search(r"(?s)what went wrong.*FAILED  wrote no checkpoint", capsys.readouterr().out)
 
 
 @pytest.mark.slow
