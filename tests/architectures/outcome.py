@@ -9,14 +9,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from tests.architectures.tiny_configs import tiny_config
-from verl_pg_plugin.architectures import (
-    UNCOMPILED,
-    WRONG_COMPILED,
-    architecture_issues,
-    fused_obstacle,
-    head_obstacle,
-    text_skeleton,
-)
+from verl_pg_plugin import architectures
 from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import stateful_model_types
@@ -55,8 +48,9 @@ def outcome_of(model_type: str) -> Outcome:
         default = transformers.AutoConfig.for_model(model_type)
     except StrictDataclassError:
         return Outcome(NOT_RUN, "transformers refuses its default config")
-    reasons = architecture_issues(default, trust_remote_code=False)
-    if found := _final(reasons) or _final(architecture_issues(tiny_config(model_type), trust_remote_code=False)):
+    issues = functools.partial(architectures.architecture_issues, trust_remote_code=False)
+    reasons = issues(default)
+    if found := _final(reasons) or _final(issues(tiny_config(model_type))):
         return Outcome(REFUSED, "; ".join(reason.why for reason in found))
     # Checkpoints of GLM 4.5 say what their heads are, where the default config does not.
     released = transformers.AutoConfig.for_model(model_type, **{"head_dim": 128} if model_type == "glm4_moe" else {})
@@ -64,17 +58,17 @@ def outcome_of(model_type: str) -> Outcome:
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
     if not supports_checkpointing(model_type):
         overrides.append("enable_gradient_checkpointing=False")
-    module = text_skeleton(tiny_config(model_type).get_text_config())
+    module = architectures.text_skeleton(tiny_config(model_type).get_text_config())
     return Outcome(
         EXACT,
         "by tests/mixers" if model_type in HYBRIDS else "",
-        head_in_chunks=not head_obstacle(module),
-        fused_kernels=not fused_obstacle(module),
+        head_in_chunks=not architectures.head_obstacle(module),
+        fused_kernels=not architectures.fused_obstacle(module),
         value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-        and not architecture_issues(tiny_config(model_type), trust_remote_code=False, value_model=True),
+        and not issues(tiny_config(model_type), value_model=True),
         kernels=[name for name, spec in KERNELS.items() if not spec.unmet(needs)],
         needs=overrides,
-        compiled=model_type not in WRONG_COMPILED.keys() | UNCOMPILED.keys(),
+        compiled=model_type not in architectures.WRONG_COMPILED.keys() | architectures.UNCOMPILED.keys(),
     )
 
 

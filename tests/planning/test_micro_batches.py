@@ -20,16 +20,8 @@ from tests.layout.tries import (
     tries,
 )
 from verl_pg_plugin.layout import PrefixOrder
-from verl_pg_plugin.planning.micro_batches import (
-    MICRO_BATCH_COST,
-    PREFILL_COST,
-    SHORT_PREFIX,
-    CacheWeights,
-    MicroBatch,
-    MicroBatchLimits,
-    cut_micro_batches,
-    lay_out,
-)
+from verl_pg_plugin.planning import micro_batches as planner
+from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, MicroBatchLimits, cut_micro_batches, lay_out
 
 Plan = list[list[MicroBatch]]
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10, with_classes=True))
@@ -62,8 +54,9 @@ def recomputed(plan: Plan, order: PrefixOrder) -> int:
 
 def cost(plan: Plan, order: PrefixOrder, forward_only: bool) -> float:
     """What a plan takes beyond tokens that are computed once, in tokens of an update."""
-    of_prefills = 0 if forward_only else PREFILL_COST * sum(tokens + MICRO_BATCH_COST for tokens in prefills(plan))
-    return recomputed(plan, order) + MICRO_BATCH_COST * len(parts_of(plan)) + of_prefills
+    a_batch = planner.MICRO_BATCH_COST
+    of_prefills = 0 if forward_only else planner.PREFILL_COST * sum(tokens + a_batch for tokens in prefills(plan))
+    return recomputed(plan, order) + a_batch * len(parts_of(plan)) + of_prefills
 
 
 @given(st.data(), ANY_BATCH)
@@ -281,4 +274,4 @@ def test_samples_stay_together_where_prompts_are_short_for_the_budget(response: 
     """The template parts the groups, whose prompts bind samples all the same; of long samples each group takes two."""
     prompts = [(7, 8, *range(100 * g, 100 * g + 50)) for g in range(1, 9)]
     order = batch_of(*[(prompt, (i,) * response) for prompt in prompts for i in range(8)]).order()
-    assert recomputed(cut_micro_batches(order, MicroBatchLimits(60 * SHORT_PREFIX)), order) == again
+    assert recomputed(cut_micro_batches(order, MicroBatchLimits(60 * planner.SHORT_PREFIX)), order) == again
