@@ -163,7 +163,7 @@ class SequenceSelector:
 
 
 def regular(data: TensorDict) -> TensorDict:
-    """The same batch, stored as verl's losses and everything here read it.
+    """A shallow copy of the batch, stored as verl's losses and everything here read it.
 
     No jagged field skips some of its values, as those of ``torch.nested.narrow`` do, and ``position_ids`` of several
     dimensions are stored as (dimensions, tokens of all sequences). Where all B sequences have one length L, verl's

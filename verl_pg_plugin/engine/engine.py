@@ -233,7 +233,7 @@ class SharedPrefixEngine(FSDPEngine):
     def _host_bytes(self) -> float:
         """For this rank, measured in front of the first update, when the rollout engine is there and sleeps."""
         config, weights = self.engine_config, self._weight_bytes
-        if self._uses_fsdp2_cpu_offload_policy:  # weights are there by now, and not the rest
+        if getattr(self, "_uses_fsdp2_cpu_offload_policy", False):  # weights are there by now, and not the rest
             return host_bytes() - weights.gradients - weights.optimizer
         return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
 
