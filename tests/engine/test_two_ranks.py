@@ -52,11 +52,11 @@ def fail_on_rank_one(rank: int, path: str) -> None:
             update(engine, batch if rank == 1 or batch is few else good)
     with (
         patch.object(engine_module, "get_device_name", lambda: "cuda"),
-        patch.object(engine, "ulysses_sequence_parallel_size", 2),
-        patch.object(engine_module, "room_of_rank", side_effect=[OSError("no room") if rank else Room(1.0, 1.0)]),
-        told_or_raised(rank, "no room"),
+        patch.object(engine_module, "room_of_rank", side_effect=(Room(rank, 3 - rank), rank and OSError("no room"))),
     ):
-        engine._levels(forward_only=False)
+        assert engine._levels(forward_only=False).room == Room(0, 2), "the least of both"
+        with told_or_raised(rank, "no room"):
+            engine._levels(forward_only=False)
     update(engine, good)
 
 

@@ -11,7 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -224,10 +224,10 @@ class SharedPrefixEngine(FSDPEngine):
         for part in self.module.modules():
             if isinstance(part, FSDPModule):  # may be whole behind a forward alone, and is counted in ``gathered``
                 part.reshard()
-        rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
-        with rooms as found:  # under Ulysses ranks that share tokens must cut them alike
-            found.append(room_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
-        return replace(levels, room=Room(*map(min, zip(*map(astuple, found), strict=True))))
+        with agreement() as rooms:  # the slowest rank sets the pace, and under Ulysses all must cut alike
+            rooms.append(room_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
+        least = (min(getattr(room, part) for room in rooms) for part in ("device", "host", "reserve"))
+        return replace(levels, room=Room(*least))
 
     @cached_property
     def _host_bytes(self) -> float:

@@ -4,8 +4,7 @@ Tokens limit a micro-batch, since they fill memory. FLOPs say when it runs: rank
 each runs its most expensive ones first.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -60,7 +59,6 @@ class _RankSummary(NamedTuple):
     costs: list[float]  # of a group's micro-batches with their prefills, their mean
     flags: list[np.ndarray]  # (n, 3) as they run: whether there is a prefill, tokens are shared, ancestors are read
     needs_encoder: bool
-    free: float  # bytes of its device for activations
     loss_mask_tokens: float
     loss_tokens: int
 
@@ -84,7 +82,7 @@ def plan_mini_batch(
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
         packed: packed mode, else upstream's padded groups.
         carries: chunks of split groups read tokens from each other, which then take a part of the budget.
-        levels: from what is free on this rank; the level of each micro-batch is from the rank that has least.
+        levels: with the room of the rank that has least.
         steady_length: longest that a sequence may be (``architectures.steady_length``).
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
@@ -110,16 +108,14 @@ def plan_mini_batch(
 
         draft = cut(at_least=1)
         counts = data["loss_mask"].sum().item(), int(loss_tokens.sum())
-        ranks.append(_summary(draft, flops, sequences, levels, counts))
+        ranks.append(_summary(draft, flops, sequences, counts))
     numbers = [sum(map(len, rank.flags)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
                 draft = cut(wanted)
-            ranks.append(_summary(draft, flops, sequences, levels, counts))
+            ranks.append(_summary(draft, flops, sequences, counts))
 
-    if levels.room is not None:
-        levels = replace(levels, room=replace(levels.room, device=min(rank.free for rank in ranks)))
     summaries = ranks[::sp_size]
     planned = _as_they_run(draft, summaries, dp_rank, sequences, levels, forward_only)
     num_split_groups = sum(len(group) > 1 for group in draft)
@@ -160,9 +156,7 @@ def _laid_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forwa
     return running if forward_only else running[::-1]
 
 
-def _summary(
-    draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, levels: Levels, counts: tuple[float, int]
-) -> _RankSummary:
+def _summary(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, counts: tuple[float, int]) -> _RankSummary:
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]
@@ -171,5 +165,4 @@ def _summary(
         flop = FORWARDS_OF_AN_UPDATE * flops.forward(layouts) + flops.forward(prefills)
         costs.append(flop / len(group))
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
-    free = levels.room.device if levels.room else math.inf
-    return _RankSummary(costs, flags, any(sequences.images), free, *counts)
+    return _RankSummary(costs, flags, any(sequences.images), *counts)

@@ -110,7 +110,7 @@ class Levels:
             return self.ladder[0]
         beside = self.beside(labels, **cache_use)
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
-        host = self.room.host  # less than nothing, it may be
+        host = self.room.host  # negative where offloaded weights and optimizer states fill it
         levels = [level for level in self.ladder if not level.on_host or self.host_bytes(level, tokens) <= host]
         smallest = levels[-1] if levels and levels[-1].on_host else Level.INPUTS
         return next((level for level in levels if tokens * self.sizes.on_device(level) + beside <= device), smallest)
