@@ -23,8 +23,10 @@ def test_tokens_that_do_not_continue_the_path_are_an_error_and_others_take_the_p
     with pytest.raises(RuntimeError, match="do not continue 0 cached tokens"):
         cache.access(layout, publishes=True)
     cache.blocks.append(block(2))
-    cache.access(layout, publishes=True)
+    cache.access(layout, publishes=True).publish_values(KEYS, torch.zeros(4, 1))
+    assert not cache.blocks[-1].pending, "no gradient comes"
     assert [(part.start, part.stop) for part in cache.blocks] == [(0, 1), (1, 3)]
+    assert not cache.consume(layout)[0].values, "they are computed again"
 
 
 @pytest.mark.parametrize("kept", [[0], [4], [50], [97], list(range(90, 0, -10))], ids=str)
@@ -32,10 +34,11 @@ def test_tokens_that_were_taken_hold_no_memory(kept: list[int]) -> None:
     """A view of the first four tokens of a prompt would hold the whole prompt to the end of the group."""
     cache = PrefixCache()
     cache.blocks.append(block(100))
-    cache.access(chunk(2, num_read_next=2), publishes=False)
     for keep in kept:
+        cache.access(chunk(2, num_read_next=2), publishes=False)
         cache.pop(keep)
-        assert 16 * keep <= sum(part.num_bytes for part in cache.blocks) <= 2 * 16 * keep
+        held = [x for part in cache.blocks for x in (*part.values.values(), *part.pending.values())]
+        assert 16 * keep <= sum(x.untyped_storage().nbytes() for x in held) <= 2 * 16 * keep
     assert cache.peak_bytes == 16 * 100
 
 

@@ -89,7 +89,7 @@ def test_what_packed_attention_does_not_compute_is_refused_by_name(module, kwarg
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 6, 4), (12, 3, 2), (12, 2, 3)])
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 2, 4), (12, 3, 2), (12, 2, 3)])
 def test_heads_that_cannot_be_spread_are_named(heads, kv_heads, ranks, monkeypatch) -> None:
     rows = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), group=dist.group.WORLD)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)

@@ -124,7 +124,7 @@ def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
 
 MANY = batch_of(*[((*PROMPT, *range(60)), (1000 + i, 7, i)) for i in range(40)])
 LAYOUT = MANY.layout()
-TENSORS = random_tensors(LAYOUT.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=7, dtype=torch.float64)
+TENSORS = random_tensors(LAYOUT.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=7, dtype=torch.float64, sinks=True)
 BF16 = TENSORS.to(torch.bfloat16)
 
 

@@ -28,8 +28,8 @@ def rollout_config(**fields: Any) -> RolloutConfig:
     return RolloutConfig(**{**defaults, "prompt_length": 32, "response_length": 16, **fields})
 
 
-def make_server(checkpoint: Path, **config: Any) -> HFServer:
-    return HFServer(rollout_config(**config), HFModelConfig(path=str(checkpoint)), replica_rank=0)
+def make_server(checkpoint: Path, replica_rank: int = 0, **config: Any) -> HFServer:
+    return HFServer(rollout_config(**config), HFModelConfig(path=str(checkpoint)), replica_rank)
 
 
 def ask(
@@ -51,8 +51,8 @@ def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Pa
     """Seeds that a request brings, of its name with full determinism, and of its prompt, which draw a response each."""
     prompts = [[10 + index % 3, 11] for index in range(9)]
 
-    async def responses(order: list[int], max_num_seqs: int, of: str, step: int = 1) -> list[Any]:
-        server = make_server(checkpoint, max_num_seqs=max_num_seqs, full_determinism=of == "name")
+    async def responses(order: list[int], max_num_seqs: int, of: str, step: int = 1, rank: int = 0) -> list[Any]:
+        server = make_server(checkpoint, rank, max_num_seqs=max_num_seqs, full_determinism=of == "name")
         await server.set_global_steps(step)
         told = [{"seed": 100 + i} if of == "seed" else {"name": f"det-{i}"} for i in order]
         outputs = await asyncio.gather(*(ask(server, prompts[i], **told[at]) for at, i in enumerate(order)))
@@ -64,7 +64,8 @@ def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Pa
         first = asyncio.run(responses(list(range(9)), 256, of))
         assert asyncio.run(responses(shuffled, 4, of)) == first
         assert len({tuple(tokens) for *_, tokens in first}) == 9
-    assert asyncio.run(responses(list(range(9)), 256, of, step=2)) != first
+    for other in ({"step": 2}, {"rank": 1}):
+        assert asyncio.run(responses(list(range(9)), 256, of, **other)) != first
 
 
 def test_a_later_turn_does_not_repeat_the_random_numbers_of_the_first(checkpoint: Path) -> None:
@@ -76,8 +77,17 @@ def test_a_later_turn_does_not_repeat_the_random_numbers_of_the_first(checkpoint
 
 
 def test_a_response_never_outgrows_the_context(checkpoint: Path) -> None:
-    outputs = ask_together(make_server(checkpoint, max_model_len=10), {}, {"max_tokens": 50}, {"max_new_tokens": 2})
+    asked = {}, {"max_tokens": 50}, {"max_new_tokens": 2}, {"prompt": list(range(10, 20))}
+    *outputs, full = ask_together(make_server(checkpoint, max_model_len=10), *asked)
     assert [len(output.token_ids) for output in outputs] == [6, 6, 2]
+    assert "leaves no room in a context of 10" in str(full)
+
+
+def test_a_response_ends_with_any_end_token_that_the_checkpoint_names(checkpoint: Path) -> None:
+    model_config = HFModelConfig(path=str(checkpoint))
+    model_config.generation_config.eos_token_id = [7, 8]
+    ends = {7, 8, model_config.tokenizer.eos_token_id}
+    assert HFServer(rollout_config(), model_config, replica_rank=0).eos_token_ids == ends
 
 
 def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoint: Path) -> None:
@@ -163,8 +173,9 @@ def test_every_expert_that_a_trainer_sends_arrives(tmp_path: Path, tokenizer: An
 
 
 def test_one_bad_request_fails_alone(checkpoint: Path) -> None:
-    good, empty, unknown = ask_together(make_server(checkpoint), {}, {"prompt": []}, {"min_p": 0.5})
-    assert len(good.token_ids) == 16
+    asked = {}, {"prompt": PROMPT * 10}, {"prompt": []}, {"min_p": 0.5}
+    good, long, empty, unknown = ask_together(make_server(checkpoint), *asked)
+    assert [len(output.token_ids) for output in (good, long)] == [16, 32 + 16 - 40]
     assert "at least one token" in str(empty)
     assert "min_p" in str(unknown)
 

@@ -13,7 +13,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from tests.support import actor_loss, full_gradients, group, jagged, update
-from verl_pg_plugin.engine.batch import SequenceSelector, read_sequences
+from verl_pg_plugin.engine.batch import SequenceSelector, limits_of, read_sequences
 from verl_pg_plugin.issue import BatchError
 
 SAMPLES = group(5, [3, 2, 4], 1)
@@ -54,6 +54,10 @@ def test_a_left_padded_batch_without_position_ids_is_read_as_its_sequences() -> 
     sequences = read_sequences(TensorDict(fields, batch_size=len(SAMPLES)))
     assert sequences.prompt_lengths.tolist() == [5] * len(SAMPLES)
     assert np.array_equal(sequences.tokens, np.concatenate(ids))
+
+
+def test_ranks_that_share_their_tokens_have_the_budgets_of_all() -> None:
+    assert limits_of(make_batch(SAMPLES, max_token_len_per_gpu=64), sp_size=2).max_tokens == 2 * 64
 
 
 def empty_batch() -> TensorDict:

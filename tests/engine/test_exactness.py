@@ -77,11 +77,13 @@ def test_every_value_and_gradient_of_a_critic_equals_the_sequence_alone(value_mo
 
 ORIGINAL = "original_max_position_embeddings"  # which transformers reads of longrope alone
 LONGEST = max(len(sample.prompt) + len(sample.response) for sample in MIXED)
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "head_dim": 64, "v_head_dim": 8, "first_k_dense_replace": 2}
 ROPE = {"rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
     "dynamic": ("qwen2", {"rope_parameters": {**ROPE, "rope_type": "dynamic", ORIGINAL: 999}}, MIXED),
     "longrope": ("qwen2", {"rope_parameters": {**ROPE, "rope_type": "longrope"}}, MIXED),
     **{f"windows of {name} shorter than the prompt": (name, WINDOW, MIXED) for name in ("mistral", "qwen2", "qwen3")},
+    "values narrower than keys": ("deepseek_v3", LATENT | {"num_key_value_heads": 4}, CASES["single_token_prompts"]),
     "more than 4096 tokens": ("qwen3", ONE_HEAD, group(4200, [6, 9], 4)),
 }
 

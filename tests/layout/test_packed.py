@@ -244,7 +244,7 @@ GROUP = batch_of(*[(range(20), (i, i, i)) for i in range(4)])
 FIRST = Chunk(num_sequences=4, num_read_next=19)
 
 
-@pytest.mark.parametrize("wrong", [{"num_read_next": 25}, {"num_cached": 10}, {"num_cached": 40, "num_read_next": 0}])
+@pytest.mark.parametrize("wrong", [{"num_read_next": 25}, {"num_cached": 10}, {"num_cached": 31, "num_read_next": 0}])
 def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
     layout = GROUP.as_numbers.lay_out(FIRST, first_label=19)
     assert (layout.num_tokens, layout.head_index.min()) == (31, 19), "a published prompt runs no head"
@@ -266,6 +266,11 @@ def test_segments_end_only_where_sequences_part_and_the_head_runs_in_front_of_la
     assert all(count > 1 for count in children.values())
     assert (np.diff(layout.head_index) > 0).all()
     assert set(layout.response_head.tolist()) == set(range(len(layout.head_index))), "the head runs nowhere else"
+
+
+def test_a_response_that_is_kept_apart_is_not_the_last_id_of_a_prompt_either() -> None:
+    apart = batch_of(((1,), (5, 6)), ((1, 9), (7,))).as_numbers.responses_apart()
+    assert apart.order().num_shared.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,11 @@ ALSO_SLOW = pytest.param(KINDS[0], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], ALSO_SLOW], indirect=True)
-def test_a_rank_without_images_waits_for_nobody(path: str) -> None:
-    """Six rows with images for rank 0, six without for rank 1. Bad batches are in tests/engine/test_two_ranks.py."""
-    for budget in (1 << 20, 50):
-        make = partial(image_batch, path, [*TWO_GROUPS, *3 * TEXT_ALONE], max_token_len_per_gpu=budget)
+def test_a_rank_without_images_or_videos_waits_for_nobody(kind: str, path: str) -> None:
+    """Six rows for each rank; bad batches are in tests/engine/test_two_ranks.py."""
+    text, (*films, _) = 3 * TEXT_ALONE, [*film(kind), *TEXT_ALONE]
+    for others, budget in ((text, 1 << 20), (text, 50), (films, 1 << 20)):
+        make = partial(image_batch, path, [*TWO_GROUPS, *others], max_token_len_per_gpu=budget)
         check_exact_on_ranks(path, make, [list(range(6)), list(range(6, 12))])
 
 

@@ -225,7 +225,8 @@ def test_position_ids_of_the_caller_are_used(checkpoint: str) -> None:
 
 def test_labels_give_the_loss_of_transformers(qwen3: str) -> None:
     input_ids, mask = pad(SAMPLES, "right")
-    inputs = {"attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}
+    labels = input_ids.masked_fill(mask == 0, -100)
+    inputs = {"attention_mask": mask, "labels": labels, "num_items_in_batch": 7, "output_hidden_states": False}
     expected = load(qwen3, stock=True)(input_ids, use_cache=False, **inputs).loss
     torch.testing.assert_close(load(qwen3)(input_ids, **inputs).loss, expected, rtol=1e-5, atol=1e-5)
 
@@ -315,6 +316,7 @@ PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
         ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "says which tokens exist"),
         ({"input_ids": ROWS, "prefix_grouper": PREPARED}, "prepared tokens need position_ids"),
         ({"input_ids": ROWS, "prefix_grouper": LAYOUT, "use_cache": True}, "use_cache=True with a prefix_grouper"),
+        ({"input_ids": ROWS, "prefix_grouper": LAYOUT, "cache": object()}, "use_cache=True with a prefix_grouper"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 32), "prefix_grouper": LAYOUT}, "needs input_ids"),
         ({"prefix_grouper": [[2, 2, 1]]}, "prefix_grouper must be a PrefixGrouper, PackedLayout"),
     ],

@@ -141,7 +141,7 @@ def test_one_row_written_out_by_hand_with_the_dtypes_that_callers_were_told() ->
         ({"prompt_completion_ids": np.ones((6, 1), dtype=np.int64)}, 1, 1, 20, "1-D"),
         ({}, 0, 2, 50, "got 0"),
         ({}, 3, 2, 50, "got 3"),
-        ({}, 3, 3, 20, "needs 21 tokens"),
+        ({}, 3, 4, 21, "needs 22 tokens"),
     ],
 )
 def test_samples_that_cannot_be_packed_are_refused(change, num_samples, pack_num, seq_length, message) -> None:

@@ -164,7 +164,7 @@ class PaddedGroupsAttention(AttentionContext):
             k_TGD, _, cu_seqlens_k, max_seqlen_k, *_ = unpad_input(k_BGKD.transpose(1, 2), mask_BK)
             v_TGD, *_ = unpad_input(v_BGKD.transpose(1, 2), mask_BK)
             if not len(q_THD):  # no group of the batch has a prefix
-                return q_BHQD.transpose(1, 2)
+                return q_BHQD[..., : v_BGKD.shape[-1]].transpose(1, 2)
             # A group without a prefix is no segment; every suffix has tokens.
             cu_seqlens_q, cu_seqlens_k = torch.unique_consecutive(cu_seqlens_q), torch.unique_consecutive(cu_seqlens_k)
             tokens = slice(0, len(q_THD)), slice(0, len(k_TGD))

@@ -17,10 +17,9 @@ from verl_pg_plugin.issue import SHARING_OFF
 ATTENTION_NAME = "prefix_grouper_packed"
 ATTENTION = "attention"
 
-# What decoders pass and changes nothing: positions are in q and k, caches and outputs are not there.
-WITHOUT_EFFECT = frozenset(
-    {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
-)
+# What decoders pass and changes nothing: positions are in q and k; caches, outputs and the loss are elsewhere.
+_OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits"}
+WITHOUT_EFFECT = _OUTPUTS | {"position_ids", "position_embeddings", "use_cache", "cache_position", "num_items_in_batch"}
 
 
 @torch.compiler.disable  # compiled layers call it as it is: its index maps differ in every micro-batch

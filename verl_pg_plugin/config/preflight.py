@@ -174,7 +174,8 @@ def _losses_by_cut(config: DictConfig) -> Iterator[Issue]:
 
 def _engine_issues(config: DictConfig, engine: Engine) -> Iterator[Issue]:
     """What the engine of a role would be, and what the rules say of it."""
-    key, strategy, shares = f"{engine.role}.strategy", engine.get("strategy"), mode_of(config).shares_prefixes
+    key, strategy = f"{engine.role}.strategy", engine.get("strategy")
+    shares = mode_of(config).shares_prefixes
     if strategy not in STRATEGIES:
         if shares:
             engines = f"FSDP and VeOmni engines ({', '.join(STRATEGIES)})"
@@ -255,7 +256,8 @@ def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
             if engine.get("use_dynamic_bsz") is False:  # sizes are those of its engine config
                 yield from ((section, f"{engine.section}.{of}micro_batch_size_per_gpu", False) for of in ("", "infer_"))
                 continue
-            by_tokens, kind = True, "ppo_infer" if OmegaConf.select(config, "trainer.use_v1") else kind  # updates too
+            by_tokens = True
+            kind = "ppo_infer" if OmegaConf.select(config, "trainer.use_v1") else kind  # updates too
         yield section, f"{section}.{kind}_{'max_token_len' if by_tokens else 'micro_batch_size'}_per_gpu", by_tokens
 
 

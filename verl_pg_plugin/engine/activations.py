@@ -101,7 +101,8 @@ class Tape:
         self._runs = 0
 
     def __enter__(self) -> None:
-        self._runs, self._replay = self._runs + 1, iter(self._kept)
+        self._runs += 1
+        self._replay = iter(self._kept)
         TreeAttention.tape = self
 
     def __exit__(self, *_: object) -> None:

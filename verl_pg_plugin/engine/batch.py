@@ -173,7 +173,7 @@ def regular(data: TensorDict) -> TensorDict:
     position_ids, input_ids = data.get("position_ids", None), data.get("input_ids", None)
     if position_ids is not None and position_ids.is_nested and position_ids.dim() == 3 and input_ids.is_nested:
         values, lengths = position_ids.values(), set(input_ids.offsets().diff().tolist())
-        if lengths == {values.shape[-1]} and len(data) > 1:
+        if lengths == {values.shape[-1]}:
             of_sequences = list(values.unflatten(0, (len(data), -1)).unbind())
             changed["position_ids"] = tu.nested_tensor_from_tensor_list(of_sequences, ragged_idx=2)
     for name, field in data.items():

@@ -46,7 +46,7 @@ from verl_pg_plugin.engine.ranks import agreement, gather
 from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, Sequences
-from verl_pg_plugin.modalities import modality_of
+from verl_pg_plugin.modalities import Kind, modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
@@ -251,7 +251,7 @@ class SharedPrefixEngine(FSDPEngine):
         chosen = [planned.sequences[sample] for sample in samples]
         alone = self._compute_alone(batch, chosen) if chosen else None
         access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
-        inputs = self._inputs(planned.layout, sequences, batch.plan.runs_encoder, access)
+        inputs = self._inputs(planned.layout, sequences, batch.plan.shown, access)
         self.activations.begin(planned.level)
         loss, metrics = torch.ones((), device=self._device), {}  # filled: a copy of a number would wait for the device
         with self._autocast():
@@ -293,7 +293,7 @@ class SharedPrefixEngine(FSDPEngine):
             return
         first = planned.sequences[:1]  # the path is a prefix of a chunk's first sequence
         access = batch.cache.access(layout, publishes=True, prefill=True)
-        inputs = self._inputs(layout, batch.plan.sequences.select(first), batch.plan.runs_encoder, access)
+        inputs = self._inputs(layout, batch.plan.sequences.select(first), batch.plan.shown, access)
         training = self.module.training
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         try:
@@ -309,7 +309,7 @@ class SharedPrefixEngine(FSDPEngine):
         layout = sequences.unshared().lay_out()
 
         def responses(noise: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Responses:
-            inputs = self._inputs(layout, sequences, batch.plan.runs_encoder)
+            inputs = self._inputs(layout, sequences, batch.plan.shown)
             inputs.context.perturb = noise
             with torch.no_grad(), self._autocast():
                 outputs = self.compute(inputs, micro_batch, batch.loss_function)
@@ -319,7 +319,7 @@ class SharedPrefixEngine(FSDPEngine):
         return alone, alone if self.options.verify_tolerance is not None else responses(rounding_noise())
 
     def _inputs(
-        self, layout: Layout, sequences: Sequences, runs_encoder: bool, cache: CacheAccess | None = None
+        self, layout: Layout, sequences: Sequences, shown: frozenset[Kind], cache: CacheAccess | None = None
     ) -> ModelInputs:
         return make_inputs(
             layout,
@@ -327,7 +327,7 @@ class SharedPrefixEngine(FSDPEngine):
             self.kernel,
             self.modality,
             self._device,
-            runs_encoder=runs_encoder,
+            shown=shown,
             token_multiple=self.pad_to_length_bucket if self.pad_to_length else 1,
             sp_group=self.ulysses_parallel_group,
             cache=cache,

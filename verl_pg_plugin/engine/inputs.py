@@ -13,7 +13,7 @@ from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, 
 from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.layout import IntArray, Layout, PaddedLayout, Sequences
-from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.modalities import Kind, Modality
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def make_inputs(
     modality: Modality,
     device: torch.device,
     *,
-    runs_encoder: bool,
+    shown: frozenset[Kind],
     token_multiple: int = 1,
     sp_group: dist.ProcessGroup | None = None,
     cache: CacheAccess | None = None,
@@ -91,14 +91,14 @@ def make_inputs(
 
     Args:
         layout: of ``sequences``, or of a prefix of the first.
-        runs_encoder: the vision encoder runs even if no token here shows an image.
+        shown: kinds of images that the vision encoder runs on, even if no token here shows one.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
         sp_group: Ulysses group whose ranks share the tokens.
     """
     if isinstance(layout, PaddedLayout):
         return _padded_inputs(layout, sequences, kernel, device)
     ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
-    padding, content = modality.inputs(layout, sequences, runs_encoder)
+    padding, content = modality.inputs(layout, sequences, shown)
     input_ids = np.append(layout.input_ids, np.array(padding, dtype=np.int64))
     num_tokens = len(input_ids)
     for multiple in (token_multiple, ranks):

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from verl_pg_plugin.engine.batch import check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import agreement
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
-from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.modalities import Kind, Modality
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.loss_tokens import cut_for_loss
@@ -45,7 +45,7 @@ class Plan:
     loss_mask_tokens: float  # of all ranks, by which verl's losses scale
     loss_weights: list[float]  # tokens that the loss counts in each micro-batch, over their mean on all ranks
     num_split_groups: int
-    runs_encoder: bool  # some rank has an image, so every micro-batch runs the vision encoder
+    shown: frozenset[Kind]  # what some rank has; every micro-batch runs the vision encoder on each
     levels: Levels
 
 
@@ -58,7 +58,7 @@ class _RankSummary(NamedTuple):
 
     costs: list[float]  # of a group's micro-batches with their prefills, their mean
     flags: list[np.ndarray]  # (n, 3) as they run: whether there is a prefill, tokens are shared, ancestors are read
-    needs_encoder: bool
+    shown: frozenset[Kind]
     loss_mask_tokens: float
     loss_tokens: int
 
@@ -119,11 +119,11 @@ def plan_mini_batch(
     summaries = ranks[::sp_size]
     planned = _as_they_run(draft, summaries, dp_rank, sequences, levels, forward_only)
     num_split_groups = sum(len(group) > 1 for group in draft)
-    runs_encoder = any(rank.needs_encoder for rank in summaries)
+    shown = frozenset[Kind]().union(*(rank.shown for rank in summaries))
     masked = sum(rank.loss_mask_tokens for rank in summaries)
     mean = sum(rank.loss_tokens for rank in summaries) / len(summaries) / len(planned)
     loss_weights = [float(loss_tokens[part.sequences].sum()) / mean if mean else 1.0 for part in planned]
-    return Plan(data, sequences, planned, masked, loss_weights, num_split_groups, runs_encoder, levels)
+    return Plan(data, sequences, planned, masked, loss_weights, num_split_groups, shown, levels)
 
 
 def _as_they_run(
@@ -165,4 +165,5 @@ def _summary(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, cou
         flop = FORWARDS_OF_AN_UPDATE * flops.forward(layouts) + flops.forward(prefills)
         costs.append(flop / len(group))
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
-    return _RankSummary(costs, flags, any(sequences.images), *counts)
+    shown = frozenset(image.kind for images in sequences.images for image in images)
+    return _RankSummary(costs, flags, shown, *counts)

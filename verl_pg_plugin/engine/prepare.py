@@ -62,16 +62,12 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
 
 @dataclass(frozen=True)
 class SharedModel:
-    """What an engine remembers of the model that it built; ``layers`` counts them by the name of their mixer."""
+    """What an engine remembers of the model that it built."""
 
     name: str
-    layers: Counter[str]
+    layers: Counter[str]  # by the name of their mixer
     flops: ModelFlops
-
-    @property
-    def prefix_cache(self) -> bool:
-        """Whether every layer reads tokens that another micro-batch has computed."""
-        return all(MIXERS[name].prefix_cache for name in self.layers)
+    prefix_cache: bool  # whether every layer reads tokens that another micro-batch has computed
 
     def check_every_layer_mixed(self, context: AttentionContext) -> None:
         """Raise RuntimeError if layers mixed tokens by other means in the forward that ``context`` was made for."""
@@ -107,7 +103,10 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
     modality.install(module)
     if compiles:
         compile_layers(module, recomputed=recomputed)
-    return SharedModel(type(module).__name__, layers, ModelFlops.of(module))
+    # The cache goes by a layer's index, and one that runs several times in a forward has one index.
+    indices = {getattr(part, "layer_idx", None) for part in module.modules()} - {None}
+    caches = len(indices) >= max(layers.values()) and all(MIXERS[name].prefix_cache for name in layers)
+    return SharedModel(type(module).__name__, layers, ModelFlops.of(module), caches)
 
 
 def refuse(module: nn.Module, issues: list[Issue]) -> None:

@@ -172,7 +172,7 @@ def build_packed_layout(
 
     chunk = chunk or Chunk(num_sequences=0)
     if chunk.num_sequences:
-        own_class = np.zeros_like(lengths) if classes is None else classes - classes.min() + 1
+        own_class = np.zeros_like(lengths) if classes is None else classes - classes.min()
         classes = np.where(np.arange(len(lengths)) < chunk.num_sequences, 0, 1 + own_class)
     order = build_prefix_order(tokens if keys is None else keys, offsets, classes, inside)
     first_token = np.cumsum(order.num_new) - order.num_new

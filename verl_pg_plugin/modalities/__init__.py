@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, TEXT, Modality
+from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, TEXT, Kind, Modality
 
-__all__ = ["IMAGE_MODEL_TYPES", "TEXT", "Modality", "modality_obstacles", "modality_of"]
+__all__ = ["IMAGE_MODEL_TYPES", "TEXT", "Kind", "Modality", "modality_obstacles", "modality_of"]
 
 
 def modality_obstacles(config: PretrainedConfig | SimpleNamespace) -> list[str]:

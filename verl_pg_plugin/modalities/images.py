@@ -135,30 +135,31 @@ class Modality:
         return found
 
     def inputs(
-        self, layout: PackedLayout, sequences: Sequences, runs_encoder: bool
+        self, layout: PackedLayout, sequences: Sequences, shown: frozenset[Kind]
     ) -> tuple[list[int], dict[str, torch.Tensor] | None]:
         """Images whose tokens are in the layout, once each and in their order, by keyword; None where text is all.
 
-        Where there are none, a blank one, and in front the padding token that shows it, unless no rank has any in the
-        whole mini-batch: FSDP gathers the vision encoder's weights on all ranks or on none. Its gradients are zero.
+        A kind that only others have gets a blank one, and in front the padding token that shows it: the model runs its
+        vision encoder once for each kind, and FSDP gathers weights on all ranks or on none. Its gradients are zero.
 
         Args:
             layout: of ``sequences``, or of a prefix of the first.
-            runs_encoder: whether some rank has an image.
+            shown: kinds that some rank has in the mini-batch.
         """
         if not self.kinds:
             return [], None
-        shown = shown_images(layout, sequences)
-        if runs_encoder and not shown:
-            kind, size = self.kinds[0], self.merge_size
-            blank, grid = torch.zeros(size**2, self.patch_numbers), torch.tensor([(1, size, size)])
-            return [kind.token_id], {kind.pixels: blank, kind.grids: grid}
+        images, size = shown_images(layout, sequences), self.merge_size
+        padding: list[int] = []
         tensors: dict[str, torch.Tensor] = {}
         for kind in self.kinds:
-            if of_kind := [image for image in shown if image.kind is kind]:
+            if of_kind := [image for image in images if image.kind is kind]:
                 tensors[kind.pixels] = torch.cat([image.pixels for image in of_kind])
                 tensors[kind.grids] = torch.tensor([(1, *image.grid) for image in of_kind])
-        return [], tensors
+            elif kind in shown:
+                padding.append(kind.token_id)
+                tensors[kind.pixels] = torch.zeros(size**2, self.patch_numbers)
+                tensors[kind.grids] = torch.tensor([(1, size, size)])
+        return padding, tensors
 
 
 TEXT = Modality()

@@ -74,7 +74,7 @@ def pack_grpo_data(
         if is_dropped.any():
             logger.warning("dropping samples %s: their %s is all zero", np.flatnonzero(is_dropped).tolist(), name)
     kept = np.flatnonzero(has_prompt & has_response).tolist()
-    spans = [slice(int(start[b]), max(int(start[b]), seq - int(from_end[b]))) for b in kept]
+    spans = [slice(int(start[b]), seq - int(from_end[b])) for b in kept]
     samples = [_Tokens(ids[b, span], response_mask[b, span], advantage[b]) for b, span in zip(kept, spans, strict=True)]
     bounds = _pack_bounds([len(sample.ids) for sample in samples], pack_num, seq_length, kept)
     return [_fill_row(samples[first:last], pack_num, seq_length, pad_token_id) for first, last in pairwise(bounds)]
@@ -198,8 +198,7 @@ def _pack_bounds(num_tokens: list[int], pack_num: int, seq_length: int, names: S
     bounds, tokens_in_pack = [0], 0
     for sample, tokens in enumerate(num_tokens):
         # Besides tokens a row holds one EOS for each of its pack_num slots, dummies included.
-        is_full = sample - bounds[-1] == pack_num or tokens_in_pack + tokens + pack_num > seq_length
-        if is_full and sample > bounds[-1]:
+        if sample - bounds[-1] == pack_num or tokens_in_pack + tokens + pack_num > seq_length:
             bounds.append(sample)
             tokens_in_pack = 0
         tokens_in_pack += tokens

@@ -135,7 +135,8 @@ class Levels:
         if sizes is None or room is None:
             return False
         levels = self.ladder if self.asked else (*self.ladder, Level.INPUTS)
-        logits, sums = self.logits_at_once * sizes.logits, sizes.beside(pending=1) / self.ranks
+        logits = self.logits_at_once * sizes.logits
+        sums = sizes.beside(pending=1) / self.ranks
         computed = {level: (sizes.on_device(level) + logits) / self.ranks for level in levels}
 
         def fitting(number: float, device: float) -> list[Level]:

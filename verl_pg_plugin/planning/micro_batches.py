@@ -167,7 +167,8 @@ class _Planner:
         self.order, self.levels, self.prefill_cost = order, levels, prefill_cost
         self.max_tokens = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
         self.max_sequences = limits.max_sequences or math.inf
-        self.carries, self.weights = weights is not None, weights or CacheWeights()
+        self.carries = weights is not None
+        self.weights = weights or CacheWeights()
         self.short = self.max_tokens // SHORT_PREFIX if self.carries or limits.max_tokens else 0
         # Shorter prefixes are computed again: they cost less than their prefill.
         self.worth = prefill_cost * MICRO_BATCH_COST / (1 - prefill_cost) if self.carries else math.inf
