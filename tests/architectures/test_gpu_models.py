@@ -9,10 +9,9 @@ import pytest
 import torch
 import transformers
 from benchmarks.batches import make_batch
-from make_models_table import read_record
 from verl.utils import tensordict_utils as tu
 
-from tests.architectures.outcome import model_class
+from tests.architectures.outcome import model_class, outcome_of
 from tests.architectures.test_every_model import ZERO_GRADIENTS, without
 from tests.architectures.tiny_configs import MODEL_TYPES, sizes_of, tiny_config
 from tests.attention.test_gpu import gpu_kernels
@@ -51,7 +50,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "minimax_m2": {"initializer_range": 0.02},
     "opt": {"ffn_dim": 512},
 }
-COMPILED = sorted({t for types in read_record().values() for t in types if types[t]["compiled"]} & set(MODEL_TYPES))
+COMPILED = [name for name in MODEL_TYPES if outcome_of(name).compiled]
 NOT_IN_STOCK = {"codegen", "fuyu", "gpt_neox", "gptj", "hrm_text", "opt", "persimmon"}  # held beside uncompiled layers
 CAPPED = {"gemma2", "vaultgemma"}  # scores, for which flash-attn may not be compiled
 STOCK_ATTENTION = {  # where stock rmpad on flash-attn is not exact, or there is none

@@ -83,13 +83,6 @@ def test_a_response_never_outgrows_the_context(checkpoint: Path) -> None:
     assert "leaves no room in a context of 10" in str(full)
 
 
-def test_a_response_ends_with_any_end_token_that_the_checkpoint_names(checkpoint: Path) -> None:
-    model_config = HFModelConfig(path=str(checkpoint))
-    model_config.generation_config.eos_token_id = [7, 8]
-    ends = {7, 8, model_config.tokenizer.eos_token_id}
-    assert HFServer(rollout_config(), model_config, replica_rank=0).eos_token_ids == ends
-
-
 def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoint: Path) -> None:
     """verl's partial rollout: resend prompt plus tokens so far once generation is open again."""
 
