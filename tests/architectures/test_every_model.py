@@ -135,7 +135,8 @@ SPLIT = ["gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *{"hrm_text"}
 @pytest.mark.parametrize("model_type", SPLIT)
 def test_groups_split_into_chunks_are_exact(model_type: str, tmp_path: Path) -> None:
     path = save_causal(tmp_path, model_type)
-    batch, caches = make_batch(ONE_GROUP, max_token_len_per_gpu=36), model_type != "hrm_text"  # whose layers run twice
+    batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
+    caches = model_type != "hrm_text"  # its layers run several times
     support.check_exact(support.make_engine(path, splits=True), path, batch, splits=caches)
 
 

@@ -161,7 +161,7 @@ def flash_attn_3_backward(
     dq, dk, dv, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, sm_margin=0,
 ):  # fmt: skip
     assert deterministic
-    assert is_causal or not any(gradient.any() for gradient in (dq, dk, dv)), "it need not write all of them"
+    assert is_causal or not any(gradient.any() for gradient in (dq, dk, dv)), "the kernel may leave some unwritten"
     BACKWARD(dout, q, k, v, out, softmax_lse, dq, dk, dv, of_flash_attn_3(locals(), is_causal))
 
 

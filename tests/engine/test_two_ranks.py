@@ -50,11 +50,12 @@ def fail_on_rank_one(rank: int, path: str) -> None:
     for cause, batch in failing.items():
         with told_or_raised(rank, cause):
             update(engine, batch if rank == 1 or batch is few else good)
+    second = OSError("no room") if rank else Room(0, 0)
     with (
         patch.object(engine_module, "get_device_name", lambda: "cuda"),
-        patch.object(engine_module, "room_of_rank", side_effect=(Room(rank, 3 - rank), rank and OSError("no room"))),
+        patch.object(engine_module, "room_of_rank", side_effect=[Room(rank, 3 - rank, 1 + rank), second]),
     ):
-        assert engine._levels(forward_only=False).room == Room(0, 2), "the least of both"
+        assert engine._levels(forward_only=False).room == Room(0, 2, 1), "the least of both"
         with told_or_raised(rank, "no room"):
             engine._levels(forward_only=False)
     update(engine, good)

@@ -45,7 +45,7 @@ class Plan:
     loss_mask_tokens: float  # of all ranks, by which verl's losses scale
     loss_weights: list[float]  # tokens that the loss counts in each micro-batch, over their mean on all ranks
     num_split_groups: int
-    shown: frozenset[Kind]  # what some rank has; every micro-batch runs the vision encoder on each
+    shown: frozenset[Kind]  # kinds that some rank has; every micro-batch runs the vision encoder on each
     levels: Levels
 
 

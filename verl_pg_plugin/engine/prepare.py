@@ -103,9 +103,9 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
     modality.install(module)
     if compiles:
         compile_layers(module, recomputed=recomputed)
-    # The cache goes by a layer's index, and one that runs several times in a forward has one index.
+    # The cache goes by a layer's index, which is one for all runs of a layer in a forward.
     indices = {getattr(part, "layer_idx", None) for part in module.modules()} - {None}
-    caches = len(indices) >= max(layers.values()) and all(MIXERS[name].prefix_cache for name in layers)
+    caches = len(indices) >= layers.total() and all(MIXERS[name].prefix_cache for name in layers)
     return SharedModel(type(module).__name__, layers, ModelFlops.of(module), caches)
 
 

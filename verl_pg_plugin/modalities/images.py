@@ -139,7 +139,7 @@ class Modality:
     ) -> tuple[list[int], dict[str, torch.Tensor] | None]:
         """Images whose tokens are in the layout, once each and in their order, by keyword; None where text is all.
 
-        A kind that only others have gets a blank one, and in front the padding token that shows it: the model runs its
+        A kind that is shown elsewhere alone gets a blank one, and a token of the padding shows it: the model runs its
         vision encoder once for each kind, and FSDP gathers weights on all ranks or on none. Its gradients are zero.
 
         Args:
