@@ -133,11 +133,12 @@ SPLIT = ["gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *{"hrm_text"}
 
 
 @pytest.mark.parametrize("model_type", SPLIT)
-def test_groups_split_into_chunks_are_exact(model_type: str, tmp_path: Path) -> None:
+def test_groups_split_into_chunks_are_exact(model_type: str, tmp_path: Path, caplog) -> None:
     path = save_causal(tmp_path, model_type)
     batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
     caches = model_type != "hrm_text"  # its layers run several times
     support.check_exact(support.make_engine(path, splits=True), path, batch, splits=caches)
+    assert ("compute its prefix again" in caplog.text) != caches
 
 
 def test_sinks_keep_their_gradient_where_attention_is_recomputed(tmp_path: Path) -> None:
