@@ -7,27 +7,22 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import verl
-from transformers import Ernie4_5_MoeConfig, Qwen3Config
 
 from tests.config import config_support
 from tests.fresh import run_fresh
 from verl_pg_plugin import compat
 from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, doctor, overrides
-from verl_pg_plugin.cli.overrides import compose_config, group_lines, run_lines
-from verl_pg_plugin.config import compile, rules
-from verl_pg_plugin.config.keys import ACTOR, MODEL, ROLLOUT
+from verl_pg_plugin.cli.overrides import compose_config, run_lines
+from verl_pg_plugin.config.keys import ACTOR, MODEL
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
 
-BUDGET, BY_COUNT = (f"{ACTOR}.ppo_{limit}_per_gpu" for limit in ("max_token_len", "micro_batch_size"))
-PADDED = f"{MODEL}.use_remove_padding=False"
 PLATFORM = {"status": OK, "what": "platform", "text": "CPUPlatform"}
 PROCESS = {"device": "cpu", "platform": PLATFORM, "plugin_error": "", "engines": []}
 
@@ -68,7 +63,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"{ACTOR}.use_kl_loss=False",
         f"{ACTOR}.strategy=fsdp2",
         f"{ACTOR}.use_dynamic_bsz=True",
-        f"{BUDGET}=8192",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
         "data.max_prompt_length=1024",
         "data.max_response_length=256",
         "trainer.device=cpu",
@@ -247,52 +242,19 @@ def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, mon
     assert error in line.text
 
 
-def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed: list[str]) -> None:
+def test_mode_kernel_and_compiled_layers_follow_the_overrides(packed: list[str]) -> None:
     lines = run_lines(compose_config(packed))
     assert (bad(lines), line_of(lines, "mode").text[:8]) == ([], "packed (")
     assert line_of(lines, "attention kernel").text.startswith("sdpa (")
     assert "no (++prefix_grouper.compile_layers=auto: compiling pays on a GPU" in line_of(lines, "compiled layers").text
-    assert "first that fits of attention, attention_on_host" in line_of(lines, "activations").text
-    other = [*packed, "prefix_grouper.compile_layers=True", "prefix_grouper.activations=inputs"]
-    lines = run_lines(compose_config(other))
+    lines = run_lines(compose_config([*packed, "prefix_grouper.compile_layers=True"]))
     assert line_of(lines, "compiled layers").text.startswith("yes (")
-    assert line_of(lines, "activations").text == "inputs"
     stock = run_lines(compose_config([*packed, f"{ACTOR}.use_prefix_grouper=False"]))
     (line,) = bad(stock)
     assert line.text.startswith("rmpad, which shares nothing (")
     assert (line.status, line.fix) == (WARN, f"{ACTOR}.use_prefix_grouper=True")
     assert {"attention kernel", "compiled layers"}.isdisjoint(check.what for check in stock)
     assert "which only model_engine=dp" in bad(run_lines(compose_config([*packed, "model_engine=megatron"])))[0].text
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What torch says of it."""
-    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return properties
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_where_a_fix_is_known(packed, tmp_path, monkeypatch) -> None:
-    def told(*asked: str) -> Check:
-        return line_of(run_lines(compose_config([*packed, f"{ACTOR}.strategy=fsdp", *asked])), "compiled layers")
-
-    line = told(f"{MODEL}.lora_rank=8")
-    assert (line.status, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
-    assert told().status == OK
-    line = told("prefix_grouper.compile_layers=False")
-    assert line.fix.startswith("++prefix_grouper.compile_layers=True"), "another strategy helps nothing"
-    failed = f"{MODEL}.path={config_support.save_checkpoint(tmp_path, Ernie4_5_MoeConfig(**config_support.TINY))}"
-    left_alone = [failed, f"{ACTOR}.fsdp_config.qat.enable=True", f"model_engine=veomni {ACTOR}.strategy=veomni"]
-    left_alone.append(f"{failed} prefix_grouper.compile_layers=False")
-    assert {told(*asked.split()).status for asked in left_alone} == {OK}
-    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "no compiler")
-    assert (told().status, told().fix) == (WARN, "do what it says")
-    assert {told(*asked.split()).status for asked in left_alone} == {OK}
 
 
 def test_a_config_of_another_entry_point_can_be_named_if_a_ppo_trainer_reads_it(packed, capsys, monkeypatch) -> None:
@@ -307,54 +269,3 @@ def test_a_config_of_another_entry_point_can_be_named_if_a_ppo_trainer_reads_it(
     of_sft = [place[0], str(Path(verl.__file__).parent / "trainer/config"), place[2], "sft_trainer_engine"]
     assert main(["doctor", *of_sft]) == 2
     assert "sft_trainer_engine is no config of a PPO trainer" in capsys.readouterr().err
-
-
-def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: list[str]) -> None:
-    lines = group_lines(compose_config([*packed, f"{ACTOR}.use_kl_loss=True"]))
-    assert bad(lines) == []
-    tokens = line_of(lines, "tokens").text
-    assert tokens.endswith("4 responses of 256 tokens to a prompt of 1024: 2047 tokens, alone 5120")
-    assert line_of(lines, "update").text == f"{BUDGET}=8192 holds it whole"
-    assert [check.what for check in lines if check not in group_lines(compose_config(packed))] == ["ref"]
-    assert group_lines(compose_config([*packed, f"{ROLLOUT}.n=four"])) == []
-    assert line_of(group_lines(compose_config([*packed, f"{ROLLOUT}.n=1"])), "tokens").status == WARN
-
-
-@pytest.mark.parametrize(
-    ("asked", "state", "said"),
-    [
-        ([f"{BUDGET}=1600.0"], OK, "it stays whole where memory holds it, else it is split into chunks, which read"),
-        ([f"{BUDGET}=1600", "prefix_grouper.carry=never"], WARN, "chunks that each compute the prompt again"),
-        ([f"{BUDGET}=1200", f"{ACTOR}.ulysses_sequence_parallel_size=2"], OK, "holds it whole"),
-        ([f"{ACTOR}.use_dynamic_bsz=False", f"{BY_COUNT}=2"], OK, "which read the prefix KV"),
-        ([f"{ACTOR}.use_dynamic_bsz=False", f"{BY_COUNT}=2", PADDED], WARN, f"prompt again; {BY_COUNT}=4"),
-    ],
-)
-def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carried(packed, asked, state, said) -> None:
-    line = line_of(group_lines(compose_config([*packed, *asked])), "update")
-    assert line.status == state
-    assert said in f"{line.text}; {line.fix}"
-
-
-def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed, tmp_path, on_a_gpu) -> None:
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 2**17}
-    wide = Qwen3Config(**{**config_support.TINY, **sizes})
-    path = f"{MODEL}.path={config_support.save_checkpoint(tmp_path, wide)}"
-
-    def told(*asked: str) -> Check:
-        return line_of(group_lines(compose_config([*packed, path, f"{BUDGET}=1600", *asked])), "memory of the update")
-
-    def gib(*asked: str) -> float:
-        return float(told(*asked).text.split()[1])
-
-    assert "of 80.0 GiB on the device" in told().text
-    assert told(f"{MODEL}.enable_gradient_checkpointing=False").text.startswith("all: ")
-    assert gib() > max(gib(f"{MODEL}.lora_rank=8"), gib(f"{ACTOR}.fsdp_config.offload_policy=True"))
-    assert gib(f"{ACTOR}.fsdp_config.fsdp_size=2") > gib(), "as many GPUs share the weights"
-    assert gib(f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=True") > gib()
-    most, at_once, least = (gib(f"prefix_grouper.logits_chunk_size={size}") for size in (10_000, 0, 1))
-    assert most > at_once > least
-    on_a_gpu.total_memory = int(1.04 * gib() * 2**30)
-    assert told().status == WARN, "the engine leaves a part of the device free"
-    on_a_gpu.total_memory = 1
-    assert told().status == WARN

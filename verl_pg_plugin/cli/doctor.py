@@ -110,7 +110,6 @@ def _full(asked: list[str], folder: str, name: str) -> Iterator[Section]:
     yield "Attention kernels", [*kernel_lines(), *taken]
     if config is not None:
         yield "With these overrides", overrides.run_lines(config, asks_verl=not name)  # another trainer may not
-        yield "Longest group", overrides.group_lines(config)
 
 
 # This machine

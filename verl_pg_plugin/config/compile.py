@@ -14,15 +14,15 @@ from verl_pg_plugin.upstream import flat_parameters_obstacle
 COMPILE_LAYERS = f"++{OPTIONS}.compile_layers"
 
 
-def layer_compilation(engine: Engine, *, any_machine: bool = False) -> tuple[bool, str]:
-    """Whether an engine whose checkpoint's config is known compiles its decoder layers, here or anywhere, and why."""
+def layer_compilation(engine: Engine) -> tuple[bool, str]:
+    """Whether an engine whose checkpoint's config is known compiles its decoder layers, and why."""
     asked = engine.option("compile_layers")
     if asked != "auto":
         model_type, why = engine.hf_config.model_type, f"{COMPILE_LAYERS}={asked}"
         unsure = asked is True and engine.device == "cuda" and model_type in UNCOMPILED
         return asked is True, why + (f"; layers of {model_type} {UNCOMPILED[model_type]}" if unsure else "")
     flat = has_flat_parameters(engine)
-    if why := layers_obstacle(engine) or ("" if any_machine else compiler_obstacle(engine.device, flat)):
+    if why := layers_obstacle(engine) or compiler_obstacle(engine.device, flat):
         return False, f"{COMPILE_LAYERS}=auto: {why}"
     own_class = "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {})
     wraps = flat and any((engine.get("wrap_policy") or {}).values())
