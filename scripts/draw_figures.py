@@ -1,4 +1,4 @@
-"""Draw the images of the pages, from the tables in docs/data, the planner, the layout and what the program writes.
+"""Draw the images of the pages, from the tables in docs/data, the layout and what the program writes.
 
     python scripts/draw_figures.py [NAME ...]        # into docs/images; names are those of the files
 
@@ -23,15 +23,8 @@ import numpy as np
 from benchmarks.shapes import config_of
 from figures.concepts import packed_tokens, prefix_trees, split_group
 from figures.style import HOST, OURS, STOCK, new_axes
-from matplotlib.colors import LogNorm
 from rich.console import Console
 from rich.text import Text
-
-from verl_pg_plugin.architectures import text_skeleton
-from verl_pg_plugin.planning.activation_level import Levels
-from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import batch_of_lengths, forecast
-from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 DATA = Path(__file__).parents[1] / "docs" / "data"
 IMAGES = DATA.with_name("images")
@@ -66,41 +59,6 @@ def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str]
     axes.set_ylim(len(names) - 0.6, -0.8)
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def does_it_pay() -> plt.Figure:
-    """Forecast of an update by sharing alone: prompt by n, a panel for each length of responses."""
-    prompts, counts = (128, 512, 2048, 8192, 32768), (32, 16, 8, 4, 1)
-    marks = {
-        300: [("GSM8K", 0, 2)],
-        1024: [("documents", 3, 2)],
-        4096: [("DAPO", 0, 1)],
-    }
-    config = config_of("qwen3-4b")
-    module = text_skeleton(config)
-    room = WeightBytes.of(module, 8).room(80 * 2**30, 100 * 2**30)
-    flops, levels = ModelFlops.of(module), Levels(None, TokenBytes.of(config, compiled=False), room)
-    figure, panels = new_axes(11.5, len(marks))
-    for axes, (response, cases) in zip(panels, marks.items(), strict=True):
-        speedups = np.empty((len(counts), len(prompts)))
-        for y, n in enumerate(counts):
-            for x, prompt in enumerate(prompts):
-                batch = batch_of_lengths([prompt] * 2, [[response] * n] * 2)
-                budget = max(20480, prompt + response)
-                speedups[y, x] = forecast(batch, flops, levels, budget, compile_layers=False).update
-        axes.imshow(speedups, cmap="YlOrRd", norm=LogNorm(1, 12), aspect="auto")
-        labels = {(x, y): f"\n{name}" for name, x, y in cases}
-        for (y, x), speedup in np.ndenumerate(speedups):
-            color = "white" if speedup > 5 else "black"
-            text = f"{speedup:.1f}x{labels.get((x, y), '')}"
-            axes.text(x, y, text, ha="center", va="center", color=color, weight="bold" if (x, y) in labels else None)
-        axes.set_xticks(range(len(prompts)), [f"{prompt:,}" for prompt in prompts])
-        axes.set_yticks(range(len(counts)), [str(n) for n in counts])
-        axes.tick_params(length=0)
-        axes.set_title(f"responses of {response:,} tokens", loc="left", weight="bold")
-        axes.set_ylabel("responses per prompt, n")
-    panels[-1].set_xlabel(f"tokens of a prompt; {ABOUT}")
-    return figure
 
 
 def steps() -> plt.Figure:
@@ -275,7 +233,7 @@ def terminal(title: str, command: str, written: str) -> str:
 FIGURES: dict[str, Callable[[], plt.Figure | str]] = {
     function.__name__: function
     for function in (
-        *(does_it_pay, steps, where_it_comes_from, reward_over_time, memory),
+        *(steps, where_it_comes_from, reward_over_time, memory),
         *(packed_tokens, prefix_trees, split_group, learning_cpu, learning_gpu, problems, a_run),
     )
 }

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except (CommandError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2
 
 

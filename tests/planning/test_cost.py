@@ -1,4 +1,4 @@
-"""What tokens, images and pairs cost, wherever it is asked: metrics, balance, forecasts and the doctor."""
+"""What tokens, images and pairs cost, wherever it is asked: metrics, balance and ``estimate``."""
 
 from dataclasses import replace
 

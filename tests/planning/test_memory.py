@@ -11,10 +11,9 @@ import transformers
 from tests.architectures.tiny_configs import tiny_config
 from tests.planning.configs import CONFIGS
 from verl_pg_plugin.architectures import text_skeleton
-from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.mixers import MIXERS
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, OVER_STOCK, Level, Levels, Room
-from verl_pg_plugin.planning.forecast import batch_of_lengths
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_batches, tokens_of_stock
 
@@ -130,10 +129,11 @@ def test_room_is_what_weights_and_a_reserve_leave() -> None:
 
 def micro_batches(prompt: int, response: int, n: int, budget: int, levels: Levels, others: int = 0) -> int:
     """Of a group, and of others of one short sequence each."""
-    batch = batch_of_lengths([prompt, *[8] * others], [[response] * n, *[[8]] * others])
+    lengths, shared = [prompt + response] * n + [16] * others, [0] + [prompt - 1] * (n - 1) + [0] * others
+    order = PrefixOrder(np.arange(n + others), np.array(lengths) - 1, np.array(shared))
     limits = MicroBatchLimits(budget)
-    levels = levels.within_stock(tokens_of_stock(batch.lengths, limits))
-    return sum(map(len, cut_micro_batches(build_prefix_order(batch.tokens, batch.offsets), limits, levels=levels)))
+    levels = levels.within_stock(tokens_of_stock(np.array(lengths), limits))
+    return sum(map(len, cut_micro_batches(order, limits, levels=levels)))
 
 
 NO_HOST = replace(LEVELS, room=replace(ROOM, host=0.0))
@@ -169,7 +169,7 @@ def test_a_group_that_exceeds_stock_memory_is_split_but_where_its_split_would_ta
 
 
 def test_stock_verl_makes_as_few_micro_batches_as_it_can_and_evens_them() -> None:
-    lengths = batch_of_lengths([50], [[50] * 8]).lengths
+    lengths = np.full(8, 100)
     assert tokens_of_stock(lengths, MicroBatchLimits(300)) == 267
     assert tokens_of_stock(lengths, MicroBatchLimits(100)) == 100
     assert tokens_of_stock(lengths, MicroBatchLimits(max_sequences=3)) == 300

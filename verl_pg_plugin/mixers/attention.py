@@ -32,7 +32,7 @@ def pair_costs(config: PretrainedConfig) -> tuple[PairCost, ...]:
     layers = Counter(layer_types(config))
     windows = ((FULL, None), (SLIDING, getattr(config, "sliding_window", None)))
     return tuple(
-        PairCost(2 * sum(_head_dims(config, kind)) * config.num_attention_heads * layers[kind], window)
+        PairCost(2.0 * sum(_head_dims(config, kind)) * config.num_attention_heads * layers[kind], window)
         for kind, window in windows
         if layers[kind]
     )

@@ -1,4 +1,4 @@
-"""What tokens cost: one model for micro-batches, balance, metrics, forecasts and the doctor."""
+"""What tokens cost: one model for micro-batches, balance, metrics and ``estimate``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
