@@ -191,15 +191,14 @@ def problems() -> str:
     """What a run with four mistakes writes before it starts anything, as SVG."""
     overrides = [
         "actor_rollout_ref.actor.use_prefix_grouper=True",
-        "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "++prefix_grouper.verify=sometimes",
-        "actor_rollout_ref.model.lora_rank=-1",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=9",
+        "++prefix_grouper.activatons=inputs",
+        "actor_rollout_ref.model.use_fused_kernels=True",
+        "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3",
         "trainer.n_gpus_per_node=8",
-        "data.train_files=gsm8k/train.parquet",
     ]
-    hidden = ["+machine=cpu", "algorithm.adv_estimator=grpo", "data.val_files=[]", "actor_rollout_ref.model.path=model"]
+    hidden = ["+machine=cpu", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=model"]
     with TemporaryDirectory() as folder:
         config_of("tiny", architectures=["Qwen3ForCausalLM"]).save_pretrained(Path(folder, "model"))
         command = [sys.executable, "-W", "ignore", "-m", "verl_pg_plugin.main_ppo", *overrides, *hidden]

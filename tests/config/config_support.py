@@ -84,7 +84,6 @@ def runnable(checkpoint: Path, data: Path) -> list[str]:
         f"data.val_files={data}",
         "trainer.n_gpus_per_node=1",
         "trainer.logger=console",
-        "++ray_kwargs.ray_init.num_gpus=1",
         "+ray_kwargs.ray_init.address=local",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.model.path={checkpoint}",
@@ -113,7 +112,7 @@ def example_settings(overrides: str) -> dict[str, Any]:
     return {f"actor_rollout_ref.{key}" if key.split(".")[0] in SECTIONS else key: value for key, value in parsed}
 
 
-SHARED = {"ray_kwargs.ray_init.num_gpus": None, **example_settings(VERL_EXAMPLES["shared"])}
+SHARED = example_settings(VERL_EXAMPLES["shared"])
 """What verl's examples for FSDP have in common."""
 CRITIC = (
     "algorithm.adv_estimator=gae critic.model.path={checkpoint} critic.ppo_micro_batch_size_per_gpu=8 "

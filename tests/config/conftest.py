@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLConfig
 
 from tests.config.config_support import FLAGS, TINY, compose_config, parse, runnable, save_checkpoint, save_data
-from verl_pg_plugin.config import Mode, compile, machine, rules
+from verl_pg_plugin.config import Mode, compile, rules
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 
 
@@ -52,8 +52,7 @@ def places(tmp_path_factory, checkpoint: Path, models: Path, data_file: Path) ->
     (folder / "own" / "config.json").write_text(
         '{"model_type": "my_own", "vision_config": {}, "auto_map": {"AutoConfig": "own.Own"}}'
     )
-    (folder / "broken.parquet").write_text("no parquet")
-    return {"checkpoint": checkpoint, "models": models, "data": data_file, "folder": folder, "own": folder / "own"}
+    return {"checkpoint": checkpoint, "models": models, "data": data_file, "own": folder / "own"}
 
 
 @pytest.fixture
@@ -76,15 +75,8 @@ def config_of(runnable_overrides: list[str], places: dict[str, Path]) -> Callabl
 
 
 @pytest.fixture
-def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """This machine has so many GPUs and all that goes with them."""
-
-    def have(count: int) -> None:
-        for module in (machine, rules):
-            monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
-        monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(machine, "PACKAGES", {})
-        for module in (compile, rules):
-            monkeypatch.setattr(module, "compiler_obstacle", lambda *asked: "")
-
-    return have
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has a GPU and a compiler for it."""
+    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
+    for module in (compile, rules):
+        monkeypatch.setattr(module, "compiler_obstacle", lambda *asked: "")

@@ -32,21 +32,16 @@ FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
     [
         (
             main_ppo,
-            ("prefix_grouper.verfy=first", "actor_rollout_ref.rollout.name=null"),
+            ("prefix_grouper.verfy=first", f"{ACTOR}.fsdp_config.prefix_grouper=null"),
             [
                 "2 problems in the configuration, nothing was started:",
                 "did you mean ++prefix_grouper.verify=first?",
-                "2. actor_rollout_ref.rollout.name is not set\n   why: names no rollout engine",
+                f"2. {ACTOR}.fsdp_config.prefix_grouper is not set\n   why: the engine would not see prefix_grouper",
             ],
         ),
         (main_ppo, (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}",), ["no.such.key"]),
         (main_ppo, (f"{ACTOR}.loss_agg_mode=mean",), ["1 problem", "Invalid loss_agg_mode: mean"]),
         (main_ppo, (f"~{ACTOR}.fsdp_config",), ["1 problem", "leave out the override that removes it"]),
-        (
-            main_ppo,
-            ("algorithm.adv_estimator=gae", "+critic.fsdp.use_dynamic_bsz=False"),
-            [f"fix: ++critic.fsdp.{size}_per_gpu=" for size in ("micro_batch_size", "infer_micro_batch_size")],
-        ),
         (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
         (verls_main_ppo, (f"{QAT}.enable=True", f"{QAT}.mode=w4a4", "trainer.use_v1=False"), [f"{QAT}.mode=w4a16"]),
     ],

@@ -76,12 +76,12 @@ def test_a_critic_is_refused_and_all_that_is_wrong_is_named_at_once(veomni_confi
 
 
 def test_ranks_of_the_reference_policy_share_tokens_as_the_actors_do(veomni_config) -> None:
-    (issue,) = errors(veomni_config(f"{REF}.veomni.ulysses_parallel_size=2"))
+    (issue,) = errors(veomni_config("trainer.n_gpus_per_node=2", f"{REF}.veomni.ulysses_parallel_size=2"))
     assert "keeps that of a process's first engine" in issue.why
     assert issue.setting == f"{REF}.veomni.ulysses_parallel_size=2"
     assert issue.fix == f"{REF}.veomni.ulysses_parallel_size=1"
     ignored = f"+{ACTOR}.ulysses_sequence_parallel_size=3", f"{MODEL}.use_liger=True"  # VeOmni brings its own kernels
-    assert errors(veomni_config(f"{KEY}.ulysses_parallel_size=2", *ignored)) == []
+    assert errors(veomni_config("trainer.n_gpus_per_node=2", f"{KEY}.ulysses_parallel_size=2", *ignored)) == []
 
 
 def test_the_strategy_alone_is_told_which_group_brings_its_section(runnable_overrides: list[str]) -> None:

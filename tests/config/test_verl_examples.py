@@ -23,11 +23,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_checkpoint(folder / name, config) for name, config in configs.items()}
 
 
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
-    name: str, checkpoints: dict[str, Path], config_of, on_gpus, monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoints: dict[str, Path], config_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_gpus(8)
     find, there = importlib.util.find_spec, importlib.util.find_spec("torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flash_attn" else find(name))
     script = SCRIPTS[name]

@@ -12,10 +12,10 @@ from verl.utils.device import auto_set_device, get_device_name
 
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
 from verl_pg_plugin.cli import FAIL, MODE, OK, WARN, Check, CommandError
+from verl_pg_plugin.config.checkpoint import read_checkpoint
 from verl_pg_plugin.config.compile import layer_compilation
 from verl_pg_plugin.config.engage import add_sections
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
-from verl_pg_plugin.config.machine import read_checkpoint
 from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import preflight

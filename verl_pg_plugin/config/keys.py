@@ -1,4 +1,8 @@
-"""Where things stand in verl's trainer config."""
+"""Keys of verl's trainer config, and how a count is read from it."""
+
+import math
+
+from omegaconf import DictConfig, OmegaConf
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -15,3 +19,9 @@ FSDP_STRATEGIES = ("fsdp", "fsdp2")
 VEOMNI = "veomni"
 STRATEGIES = (*FSDP_STRATEGIES, VEOMNI)
 """Strategies of verl for which this plugin has engines."""
+
+
+def count_of(config: DictConfig, key: str) -> int:
+    """Return a positive number without its fraction, which limits of micro-batches may have; 0 for all else."""
+    value = OmegaConf.select(config, key)
+    return int(value) if type(value) in (int, float) and 1 <= value < math.inf else 0

@@ -1,12 +1,11 @@
-"""What is certain to fail because prefixes are shared is found before a process or a GPU is claimed, all of it at once.
+"""List all that is certain to fail because prefixes are shared, before a process or a GPU is claimed.
 
-What the run asks of this machine is looked at beside it; of other words verl speaks itself.
+verl, Hydra and Ray report their own faults: missing files, too few GPUs, batch sizes that do not divide.
 """
 
 import inspect
 import io
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from verl.workers.config import CriticConfig
 from verl_pg_plugin import compat
 from verl_pg_plugin.architectures import steady_length
 from verl_pg_plugin.config import rules
+from verl_pg_plugin.config.checkpoint import read_checkpoint
 from verl_pg_plugin.config.keys import (
     ACTOR,
     CRITIC,
@@ -37,15 +37,14 @@ from verl_pg_plugin.config.keys import (
     USE_PREFIX_GROUPER,
     USE_REMOVE_PADDING,
     VEOMNI,
+    count_of,
 )
-from verl_pg_plugin.config.machine import count_of, machine_issues, read_checkpoint, teachers_of
-from verl_pg_plugin.config.mode import SP_SIZE, Engine, mode_of
+from verl_pg_plugin.config.mode import Engine, mode_of
 from verl_pg_plugin.config.options import PrefixGrouperOptions, option_issues
 from verl_pg_plugin.issue import ConfigError, Issue
 
 logger = logging.getLogger(__name__)
 
-DYNAMIC_LOG_PROBS = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
 RAY_INIT = "ray_kwargs.ray_init"
 
 
@@ -69,9 +68,6 @@ def preflight(config: DictConfig, *, asks_verl: bool = False) -> list[Issue]:
         omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
     """
     found = sharing_issues(config)
-    said = {issue.key for issue in found}
-    found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
-    found += [replace(issue, is_warning=joins_cluster(config)) for issue in machine_issues(config)]
     found = [issue for issue in found if not _follows(config, issue, found)]
     if asks_verl and all(issue.is_warning for issue in found):
         found += _verls_validation(config)
@@ -80,18 +76,16 @@ def preflight(config: DictConfig, *, asks_verl: bool = False) -> list[Issue]:
 
 def sharing_issues(config: DictConfig) -> list[Issue]:
     """What the modes say against a run: its flags and options, its checkpoints and its engines."""
-    found = [*_flag_issues(config)]
-    if mode_of(config).shares_prefixes:
-        found += [*_combinations(config), *_losses_by_cut(config)]
+    found, shares = [*_flag_issues(config)], mode_of(config).shares_prefixes
+    if shares:
+        found += [*_combinations(config), *_budgets(config), *_losses_by_cut(config)]
     read = cache(partial(read_checkpoint, config))
     for role in rules.roles_of(config):
-        hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
-        if hf_config is None:  # another machine may have it
-            issues = [replace(issue, is_warning=issue.is_warning or joins_cluster(config)) for issue in issues]
+        hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL) if shares else (None, [])
         # An architecture that cannot share is looked at no further.
         engine = rules.engine_of(config, role, None if issues else hf_config)
         found += [*issues, *_engine_issues(config, engine)]
-        if engine.hf_config is not None and mode_of(config).shares_prefixes:
+        if engine.hf_config is not None:
             found += _long_sequences(config, engine.hf_config)
     return list(dict.fromkeys(found))
 
@@ -126,17 +120,17 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
 
 def _combinations(config: DictConfig) -> Iterator[Issue]:
     """Settings of several sections that do not go together where prefixes are shared."""
-    log_probs, update = (OmegaConf.select(config, key) for key in (DYNAMIC_LOG_PROBS, f"{ACTOR}.use_dynamic_bsz"))
-    if log_probs != update:
-        why = f"verl's workers assert that it is {ACTOR}.use_dynamic_bsz, which is {update}"
-        yield Issue(f"{DYNAMIC_LOG_PROBS}={log_probs}", why, f"{DYNAMIC_LOG_PROBS}={update}")
     batch, streamed = count_of(config, "data.train_batch_size"), count_of(config, "async_training.require_batches")
     if streamed or str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async"):
         batch = max(streamed, 1) * count_of(config, f"{ACTOR}.ppo_mini_batch_size")
     for role in rules.roles_of(config):
-        several = batch > count_of(config, f"{role}.ppo_mini_batch_size")
-        if several and OmegaConf.select(config, key := f"{role}.shuffle"):
+        engine, prompts = rules.engine_of(config, role), count_of(config, mini := f"{role}.ppo_mini_batch_size")
+        if batch > prompts and OmegaConf.select(config, key := f"{role}.shuffle"):
             yield Issue(f"{key}=True", "mini-batches get sequences, not groups", f"{key}=False", is_warning=True)
+        ranks = engine.get("run_ranks") // engine.sp_size
+        if role != REF and 0 < prompts < ranks:
+            why = f"fewer groups than the {ranks} data-parallel ranks, so ranks get parts of groups"
+            yield Issue(f"{mini}={prompts}", why, f"{mini}={ranks}", is_warning=True)
     if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
         loss_mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
         if OmegaConf.select(config, "distillation.enabled") and loss_mode == "forward_kl_topk":
@@ -261,26 +255,10 @@ def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
         yield section, f"{section}.{kind}_{'max_token_len' if by_tokens else 'micro_batch_size'}_per_gpu", by_tokens
 
 
-def _counts(config: DictConfig) -> Iterator[Issue]:
-    """Words and zeros where verl counts, and rollout engines that are not named or not for a loss: verl fails late."""
-    engines = [rules.engine_of(config, role) for role in rules.roles_of(config)]
-    least = {f"{engine.model_section}.lora_rank": (0, "rank") for engine in engines}
-    counts = "trainer.n_gpus_per_node", "trainer.nnodes", f"{ROLLOUT}.n"
-    ulysses = f"{ACTOR}.{SP_SIZE}", *(engine.sp_key for engine in engines)
-    mini_batches = [f"{engine.role}.ppo_mini_batch_size" for engine in engines if engine.role != REF]
-    least |= dict.fromkeys((*counts, *mini_batches, *ulysses), (1, "integer"))
-    for _, key, by_tokens in micro_batch_limits(config):
-        least[key] = 1, "number of tokens" if by_tokens else "number of sequences"
-    for key, (at_least, what) in least.items():
-        # Null is none of them, and what a size defaults to; a limit of a micro-batch may be a float.
-        value = OmegaConf.select(config, key, default=None if "micro_batch_size" in key else at_least)
-        if not isinstance(value, int | float if "of" in what else int) or not at_least <= value < math.inf:
-            fix = f"{'++' * key.startswith(CRITIC)}{key}=<{what}>"  # verl's files lack some of the critic's
-            if OmegaConf.select(config, old := key.removesuffix("_per_gpu")) is not None and old != key:
-                fix += f" in place of {old}"  # verl refuses both
-            yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", fix)
+def _budgets(config: DictConfig) -> Iterator[Issue]:
+    """Token budgets below the longest sequence that the overrides allow; a batch that has one ends the run."""
     longest = sum(count_of(config, f"data.max_{part}_length") for part in ("prompt", "response"))
-    for role, key, by_tokens in micro_batch_limits(config) if mode_of(config).shares_prefixes else ():
+    for role, key, by_tokens in micro_batch_limits(config):
         of_verl = CriticConfig.ppo_infer_max_token_len_per_gpu if role == CRITIC else 0  # a key that its files lack
         limit = count_of(config, key) or of_verl
         budget = limit * rules.engine_of(config, ACTOR if role == ROLLOUT else role).sp_size
@@ -288,51 +266,6 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
             why = f"holds {budget} tokens, and a sequence of more, of up to {longest - 1}, would end the run"
             fix = f"{'++' * (role == CRITIC)}{key}={-(-(longest - 1) * limit // budget)}"
             yield Issue(f"{key}={limit}", why, fix, is_warning=True)
-    if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
-        yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", f"{ROLLOUT}.name=vllm, sglang, or hf on a CPU")
-    rank, merge = f"{MODEL}.lora_rank", f"{MODEL}.lora.merge"
-    if name == "hf" and count_of(config, rank) and not OmegaConf.select(config, merge):
-        yield Issue(f"{rank}={count_of(config, rank)}", "the rollout 'hf' has no slots for adapters", f"{merge}=True")
-    top_k = OmegaConf.select(config, loss := "distillation.distillation_loss.loss_mode") == "forward_kl_topk"
-    for teacher in teachers_of(config) if top_k else ():
-        if OmegaConf.select(config, engine := f"{teacher}.inference.name") == "hf":
-            why = "verl asks no teacher on hf for its likeliest tokens"
-            yield Issue(f"{loss}=forward_kl_topk, {engine}=hf", why, f"{loss}=k3")
-
-
-def _divisors(config: DictConfig) -> Iterator[Issue]:
-    """Numbers of sequences and ranks that verl's workers find out about after the first rollouts."""
-    n, batch, per_node, nodes = f"{ROLLOUT}.n", "data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"
-    responses = count_of(config, n)
-    ranks = count_of(config, per_node) * count_of(config, nodes)
-    if not responses * ranks:
-        return  # of which ``_counts`` speaks
-    roles = rules.roles_of(config)
-    least = math.lcm(*(count_of(config, f"{role}.ppo_mini_batch_size") or 1 for role in roles if role != REF))
-    # V1 fills a batch up to whole mini-batches, and gen_batch_size makes one of another size.
-    fixed = not any(OmegaConf.select(config, key) for key in ("trainer.use_v1", "data.gen_batch_size"))
-    if fixed and (whole := count_of(config, batch)) % least:
-        why = "verl's V0 trainer asserts behind the first rollouts that mini-batches divide it"
-        yield Issue(f"{batch}={whole}", why, f"{batch}={-(-whole // least) * least}")
-    for role in roles:
-        engine, key = rules.engine_of(config, role), f"{role}.ppo_mini_batch_size"
-        size, prompts, shares = engine.sp_size, count_of(config, key), mode_of(config).shares_prefixes
-        if engine.get("strategy") not in STRATEGIES:
-            continue
-        if ranks % size:
-            why = f"{size} ranks that share tokens do not divide {ranks} ({nodes} times {per_node})"
-            hf_config, issues = read_checkpoint(config, engine.model_section)
-            smaller = rules.smaller_ulysses(replace(engine, hf_config=None if issues else hf_config))
-            yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={smaller}")
-        elif role != REF and prompts and (prompts * responses % (parts := ranks // size) or prompts < parts * shares):
-            on_rank, rest = divmod(prompts * responses, parts)
-            why = f"a rank gets {on_rank} of the {responses} responses of a prompt in a mini-batch, so groups are cut"
-            if rest:
-                why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
-            more = next(m for m in range(max(prompts, parts * shares), prompts + parts) if not m * responses % parts)
-            steps = count_of(config, batch) // prompts  # as many as before, which some trainers hold to
-            fix = f"{key}={more}" + f" {batch}={more * max(steps, 1)}" * (count_of(config, batch) > 0)
-            yield Issue(f"{key}={prompts}", why, fix, is_warning=not rest)
 
 
 def _verls_validation(config: DictConfig) -> Iterator[Issue]:

@@ -19,8 +19,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN, fused_obstacle, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, ATTENTION_KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, MODEL, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI
-from verl_pg_plugin.config.machine import count_of
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, MODEL, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI, count_of
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
@@ -139,21 +138,20 @@ def fused_backend(engine: Engine) -> Iterator[Issue]:
 
 
 def ulysses(engine: Engine) -> Iterator[Issue]:
-    size = engine.sp_size
-    if size > 1 and (found := _ulysses_obstacles(engine, size)):
-        yield Issue(f"{engine.sp_key}={size}", "; ".join(found), f"{engine.sp_key}={smaller_ulysses(engine)}")
-
-
-def smaller_ulysses(engine: Engine) -> int:
-    """The largest Ulysses size below the engine's that its heads and, known before Ray alone, the run's ranks allow."""
-    sizes = (size for size in range(2, engine.sp_size) if (engine.get("run_ranks") or 0) % size == 0)
-    return max((size for size in sizes if not _ulysses_obstacles(engine, size)), default=1)
+    """The run's ranks are known before Ray alone; verl ends in an IndexError of torch's mesh if they do not divide."""
+    size, ranks = engine.sp_size, engine.get("run_ranks") or 0
+    found = _ulysses_obstacles(engine, size) if size > 1 else []
+    if not found and ranks % size:
+        found = [f"{size} ranks that share tokens do not divide the run's {ranks}"]
+    if found:
+        sizes = (smaller for smaller in range(2, size) if not ranks % smaller)
+        fits = max((smaller for smaller in sizes if not _ulysses_obstacles(engine, smaller)), default=1)
+        yield Issue(f"{engine.sp_key}={size}", "; ".join(found), f"{engine.sp_key}={fits}")
 
 
 def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
     section, kind = engine.model_section, getattr(engine.hf_config, "model_type", "")
     key, offload = f"{section}.enable_gradient_checkpointing", f"{section}.enable_activation_offload"
-    known = type(engine.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING  # of a class of the checkpoint's own verl finds out
     casts = engine.get("strategy") == "fsdp2" and not PrecisionType.is_fp32(engine.get("mixed_precision.param_dtype"))
     if not engine.of_model("enable_gradient_checkpointing"):
         activations, asked = f"++{OPTIONS}.activations", engine.option("activations")
@@ -162,8 +160,6 @@ def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
             yield Issue(f"{offload}=True", why, f"{key}=True, or {offload}=False", is_warning=True)
         elif asked in {level.value for level in Level} - {"all"}:
             yield Issue(f"{activations}={asked}", why, f"{key}=True, or {activations}=all", is_warning=True)
-    elif known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
-        yield Issue(f"{key}=True", f"transformers has no gradient checkpointing for {kind}", f"{key}=False")
     elif engine.role != REF and casts and kind in FLOAT32_ANGLE_TYPES and not FSDP2_CASTS_AGAIN:
         why = (
             f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
@@ -238,9 +234,6 @@ def packages(engine: Engine) -> Iterator[Issue]:
     if engine.on_veomni and importlib.util.find_spec("veomni") is None:
         why = "verl's VeOmni engine needs the package veomni, which is not installed"
         yield Issue(f"{engine.role}.strategy={VEOMNI}", why, "pip install veomni, or model_engine=dp")
-    if engine.of_model("use_liger") and not (engine.on_veomni or importlib.util.find_spec("liger_kernel")):
-        setting, why = engine.model_setting("use_liger"), "it needs the package liger-kernel, which is not installed"
-        yield Issue(setting, why, f"pip install liger-kernel, or {engine.model_section}.use_liger=False")
 
 
 def attention_kernel(engine: Engine) -> Iterator[Issue]:

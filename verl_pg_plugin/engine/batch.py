@@ -50,7 +50,7 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     by_tokens = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
     name = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
     limit = tu.get_non_tensor_data(data, name, default=None)
-    if limit is None or not 1 <= limit < math.inf:
+    if not isinstance(limit, int | float) or not 1 <= limit < math.inf:
         raise BatchError(f"{name}={limit} bounds no micro-batch; set at least 1")
     if by_tokens:
         return MicroBatchLimits(max_tokens=int(limit) * sp_size)
