@@ -1,4 +1,4 @@
-"""Which transformers architectures can share prefixes, which of them run compiled, and what stock verl gets wrong.
+"""Which transformers architectures can share prefixes, and which of them run compiled.
 
 Asked by preflight before Ray starts and by the engines when they have built a model.
 """
@@ -23,13 +23,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers import __version__ as transformers_version
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers, stateful_model_types, unknown_layer_types
-from verl_pg_plugin.mixers.gated_delta import GATED_DELTA, MULTIMODAL_MODEL_TYPES, has_fla
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES, modality_obstacles
 
 OVERRIDE = "actor_rollout_ref.model.override_config"
@@ -63,6 +61,9 @@ UNCOMPILED: dict[str, str] = {
         "compile again for ragged batches (torch 2.13)": "longcat_flash",
         "failed a test compiled on a GPU (torch 2.11)": "ernie4_5_moe",
         "failed a test compiled on a CPU (torch 2.13)": "apertus1p5_text minicpm3",
+        "may read float32 sums before they are written, in rows of up to 256 numbers (torch before 2.14, GPU)": (
+            "afmoe flex_olmo kolibri1"  # https://github.com/triton-lang/triton/issues/10924
+        ),
         "have not been held to float32 compiled on a GPU (torch 2.11)": "code_llama granite_swa granitemoe_swa jetmoe",
     }.items()
     for model_type in types.split()
@@ -73,15 +74,6 @@ UNCOMPILED: dict[str, str] = {
 FLOAT32_ANGLE_TYPES: frozenset[str] = frozenset({"ernie4_5", "ernie4_5_moe", "flex_olmo", "olmo", "olmo2"})
 """Types whose layers are handed rotary angles in float32. FSDP2 casts them to the dtype of the parameters, and torch
 2.11 and 2.12 leave that out in the recomputation of a checkpointed layer, which ends in a ``CheckpointError``."""
-
-POSITIONS_KEPT = frozenset({"cohere_compass_text", "gpt_bigcode", "moshi", "persimmon"})
-"""Types whose attention does not hand on ``position_ids`` (Fuyu's text is Persimmon's): flash-attn learns from nothing
-else where a sequence begins."""
-if Version(transformers_version).release < (5, 23):
-    POSITIONS_KEPT |= {"ministral3"}
-
-MASKS_WITHOUT_POSITIONS = frozenset({"afmoe", "gpt_oss", "opt"})
-"""Types whose masks are made without ``position_ids``, from which eager attention and sdpa learn the same."""
 
 CHECKPOINTS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 """Whether a layer checkpoints inside of its ``forward``, behind the hooks of FSDP, as since transformers 5.23."""
@@ -272,27 +264,3 @@ def _returning(module: nn.Module, output: Any) -> Iterator[None]:
         del module.forward
         if own is not None:
             module.forward = own
-
-
-def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
-    """Why stock verl's rmpad mode (0.9.1) computes a model wrongly, and what to do instead; None if nothing is known.
-
-    Tiny hybrids are off by 0.30 to 0.35 in a log-prob; verl's forward of multimodal Qwen3.5 tells fla's kernels alone
-    where a sequence begins. A tiny Ministral 3 on an H200 was off by 10%, gradients of a tiny gpt-oss by 40%.
-    """
-    text, kind = hf_config.get_text_config(), hf_config.model_type
-    default = "flash_attention_2" if device_name == "cuda" else "sdpa"
-    implementation = text._attn_implementation or default
-    told = kind in MULTIMODAL_MODEL_TYPES and device_name == "cuda" and has_fla()
-    way_out = ""
-    if count_layers(text)[GATED_DELTA] and not MIXERS[GATED_DELTA].obstacles(text) and not told:
-        why = "its Gated DeltaNet layers carry each sequence's state into the next, so what else it is with counts"
-    elif text.model_type in POSITIONS_KEPT and "flash" in implementation:
-        why = "its attention does not tell flash-attn where a sequence begins, so tokens see sequences in front of them"
-        way_out = f"set {OVERRIDE}.attn_implementation=sdpa, or "
-    elif text.model_type in MASKS_WITHOUT_POSITIONS and implementation in ("eager", "sdpa"):
-        why = f"its masks in {implementation} do not tell where a sequence begins, so tokens see those in front of it"
-    else:
-        return None
-    fix = "set actor_rollout_ref.actor.use_prefix_grouper=True, or actor_rollout_ref.model.use_remove_padding=False"
-    return Issue("", f"stock verl's rmpad mode computes {kind} wrongly: {why}", way_out + fix)

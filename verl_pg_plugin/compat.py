@@ -77,7 +77,6 @@ _PRIVATE = (
 
 _DELTA_NET = "causal_conv1d_fn chunk_gated_delta_rule|torch_chunk_gated_delta_rule"  # which shared prefixes replace
 _NAMES_WITHIN = {
-    "torch._inductor.codegen.common.CSE.invalidate": "invalidated_stores",
     f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward": _DELTA_NET,
     f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward": _DELTA_NET,
     f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward": _DELTA_NET,

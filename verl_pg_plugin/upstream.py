@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from packaging.version import Version
-
 from verl_pg_plugin.compat import TAKES, difference, requirements
 
 
@@ -222,35 +220,6 @@ def keep_strides_of_grouped_products() -> None:
 
     constraint = _found(lowering, "constrain_to_fx_strides", "fx_node")
     _found(lowering, "add_layout_constraint", "fn constraint")(torch.ops.aten._grouped_mm, constraint)
-
-
-def wait_before_reading_back() -> None:
-    """Let the threads of a compiled kernel wait for each other before they read what the kernel itself has written.
-
-    What: ``TritonKernel.load`` of inductor writes a barrier in front of a loop that reads a buffer of an earlier loop.
-    Why: Triton stores float32 by other threads than those that load it beside bf16
-    (https://github.com/triton-lang/triton/issues/10924). A row of up to 256 numbers is summed by one warp, which waits
-    for no other. So in tiny models a norm behind experts whose sum is float32 (AFMoE, FlexOlmo, Kolibri) reads what was
-    there before: log-probs of single tokens are off by up to 0.8, at random.
-    Kernels that torch has stored without it are not taken: the tag is in the name of what it stores.
-    Versions: torch 2.11 to 2.13; 2.14 writes the barrier itself.
-    Remove when: torch 2.13 is no longer supported.
-    """
-    import torch.compiler.config
-    from torch._inductor.codegen.triton import TritonKernel
-
-    if Version(torch.__version__).release >= (2, 14):
-        return
-
-    def load(function: Any, kernel: Any, name: str, index: Any) -> Any:
-        if name in kernel.cse.invalidated_stores:
-            kernel.body.writeline("tl.debug_barrier()")  # the loop that loads is written into the body when it is whole
-        return function(kernel, name, index)
-
-    tag = "barriers of verl_pg_plugin"
-    if tag not in torch.compiler.config.cache_key_tag:
-        torch.compiler.config.cache_key_tag += tag
-    _wrap(TritonKernel, "load", load, "self name index")
 
 
 def use_single_gloo_backend() -> None:

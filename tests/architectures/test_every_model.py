@@ -31,7 +31,7 @@ from verl_pg_plugin.architectures import CHECKPOINTS_FORWARD, FLOAT32_ANGLE_TYPE
 SAMPLES = [*CASES["uneven_groups_and_prompts_of_different_length"], *CASES["multi_turn_branches_three_deep"]]
 TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]
 EXACT_TYPES = [name for name in TYPES if outcome_of(name).status == EXACT]
-"""The refusals of the others are those of the record, which tests/architectures/test_stock_faults.py reads."""
+"""The refusals of the others are those of the record, which tests/architectures/test_record.py reads."""
 ZERO_GRADIENTS = {
     # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.
     "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}

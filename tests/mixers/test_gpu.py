@@ -1,6 +1,6 @@
 """Gated DeltaNet over packed tokens on a GPU, through fla's kernels.
 
-Stock rmpad leaks states between sequences (``architectures.rmpad_fault``), so what is held against float32 beside
+Stock rmpad leaks states between sequences, so what is held against float32 beside
 packed mode is stock padded mode. The float32 reference runs on the CPU through transformers' own fallback.
 """
 

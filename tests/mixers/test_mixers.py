@@ -1,6 +1,5 @@
-"""What any mixer must do and what is refused, shown by a mixer of twenty lines; what stock verl computes wrongly."""
+"""What any mixer must do and what is refused, shown by a mixer of twenty lines."""
 
-import logging
 import re
 import subprocess
 import sys
@@ -9,16 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-import transformers
 from benchmarks.batches import make_batch
 
 from tests import support
 from tests.engine.carried_cases import ONE_GROUP
-from tests.mixers.hybrids import SAMPLES, config_of, save_hybrid
+from tests.mixers.hybrids import SAMPLES, save_hybrid
 from tests.mixers.toy import CONVOLUTION
-from verl_pg_plugin import architectures
-from verl_pg_plugin.architectures import rmpad_fault
 from verl_pg_plugin.attention import kernels
 from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.mixers import MIXERS, gated_delta
@@ -59,34 +54,6 @@ def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(
     monkeypatch.setitem(MIXERS, CONVOLUTION.name, replace(CONVOLUTION, install=lambda module: None))
     with pytest.raises(RuntimeError, match=f"convolution over shared prefixes ran in 0 of 1 layers.*{SHARING_OFF}"):
         support.infer(support.make_engine(toy), make_batch(TREE))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stock rmpad needs flash-attn there")
-def test_stock_rmpad_is_wrong_and_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    hybrid, batch = save_hybrid(tmp_path / "hybrid"), make_batch(SAMPLES)
-    with caplog.at_level(logging.WARNING, logger="verl_pg_plugin.engine.registration"):
-        support.make_engine(support.save_tiny_model(tmp_path / "qwen3"), packed=False)
-        assert not [record for record in caplog.records if record.name == "verl_pg_plugin.engine.registration"]
-        engine = support.make_engine(hybrid, packed=False)
-    (told,) = [record.getMessage() for record in caplog.records if "rmpad mode computes" in record.getMessage()]
-    assert "qwen3_next wrongly" in told
-    assert "use_prefix_grouper=True" in told
-    both = (support.old_outputs(engine, batch), support.run_reference(hybrid, batch).outputs)
-    got, want = (torch.cat(outputs["log_probs"]) for outputs in both)
-    assert (got - want).abs().max() > 1e-2, "verl has mended it: rmpad_fault can go"
-
-
-def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_kernels(monkeypatch) -> None:
-    released, text = transformers.AutoConfig.for_model("qwen3_5"), config_of("qwen3_5_text")
-    for fla, device, config, warned in (
-        (True, "cuda", released, False),
-        (True, "cpu", released, True),
-        (True, "cuda", text, True),
-        (False, "cuda", released, True),
-        (False, "cuda", transformers.AutoConfig.for_model("qwen3"), False),
-    ):
-        monkeypatch.setattr(architectures, "has_fla", lambda fla=fla: fla)
-        assert (rmpad_fault(config, device) is not None) is warned
 
 
 def test_memory_of_the_cache_is_what_the_config_says_and_outputs_are_exact_in_float32(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_pg_plugin.architectures import CHECKPOINTS_FORWARD
-from verl_pg_plugin.upstream import keep_strides_of_grouped_products, wait_before_reading_back
+from verl_pg_plugin.upstream import keep_strides_of_grouped_products
 
 DYNAMO_SETTINGS: dict[str, Any] = {
     # Graphs that one function may be compiled to: kinds of layers count, and with and without gradient. Behind its own
@@ -78,7 +78,6 @@ def compile_layers(module: Any, recomputed: bool = False) -> None:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
     if any(getattr(part, "is_transposed", False) for part in module.modules()):  # experts of gpt-oss
         keep_strides_of_grouped_products()
-    wait_before_reading_back()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:

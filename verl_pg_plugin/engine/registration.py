@@ -5,22 +5,17 @@ without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/e
 instantiates what it finds, so an entry is a class that makes the engine which the engine config asks for.
 """
 
-import logging
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from verl.utils.device import get_device_name
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.architectures import rmpad_fault
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES, VEOMNI
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel, SharedPrefixValueModel
 from verl_pg_plugin.engine.prepare import load_value_model
-
-logger = logging.getLogger(__name__)
 
 
 class StockValueModelOnCPU(FSDPEngineWithValueHead):
@@ -40,10 +35,6 @@ class _Entry(BaseEngine):
     def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(engine_config, "use_prefix_grouper", False):
             return cls.ours(model_config, engine_config, *args, **kwargs)
-        if model_config.use_remove_padding and engine_config.strategy in FSDP_STRATEGIES:  # VeOmni packs in its own way
-            fault = rmpad_fault(model_config.hf_config, get_device_name())
-            if fault and dist.get_rank() == 0:
-                logger.warning("%s; %s", fault.why, fault.fix)
         return cls.stock(model_config, engine_config, *args, **kwargs)
 
 

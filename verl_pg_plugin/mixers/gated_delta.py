@@ -32,7 +32,7 @@ def kernel_obstacles(device_name: str) -> list[str]:
     """Why Gated DeltaNet cannot run on this machine, with the command that changes it; empty if it can, as on a CPU."""
     if device_name != "cuda":
         return []
-    if not has_fla():
+    if find_spec("fla") is None:
         needed = "Gated DeltaNet needs the kernels of flash-linear-attention, which is not installed"
         return [f"{needed}: pip install fla-core"]
     import triton
@@ -81,11 +81,6 @@ MIXER = Mixer(
     prefix_cache=True,
 )
 """The linear attention layers of Qwen3-Next and Qwen3.5."""
-
-
-def has_fla() -> bool:
-    """Whether flash-linear-attention is installed, which transformers then takes on a GPU."""
-    return find_spec("fla") is not None
 
 
 def gpu_generations() -> frozenset[int]:

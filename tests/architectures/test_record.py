@@ -1,0 +1,20 @@
+"""docs/models.md is what the record says, and the record is what the installed transformers gives."""
+
+from dataclasses import asdict
+
+import transformers
+from make_models_table import PAGE, page, read_record
+
+from tests.architectures.outcome import outcome_of
+from tests.architectures.tiny_configs import MODEL_TYPES
+
+RENEW = "run python scripts/make_models_table.py"
+
+
+def test_the_document_is_made_from_the_record() -> None:
+    assert page(read_record()) == PAGE.read_text(), RENEW
+
+
+def test_every_type_of_the_installed_transformers_is_in_the_record_as_it_is() -> None:
+    outcomes = {model_type: asdict(outcome_of(model_type)) for model_type in MODEL_TYPES}
+    assert read_record().get(transformers.__version__) == outcomes, RENEW
