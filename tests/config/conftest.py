@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLConfig
 
-from tests.config.config_support import FLAGS, TINY, compose_config, parse, runnable, save_checkpoint, save_data
+from tests.config.config_support import FLAGS, TINY, compose_config, parse, runnable, save_checkpoint
 from verl_pg_plugin.config import Mode, compile, rules
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 
@@ -35,24 +35,19 @@ def checkpoint(models: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data") / "rows.parquet")
+def runnable_overrides(checkpoint: Path) -> list[str]:
+    return runnable(checkpoint, Path("rows.parquet"))
 
 
 @pytest.fixture(scope="session")
-def runnable_overrides(checkpoint: Path, data_file: Path) -> list[str]:
-    return runnable(checkpoint, data_file)
-
-
-@pytest.fixture(scope="session")
-def places(tmp_path_factory, checkpoint: Path, models: Path, data_file: Path) -> dict[str, Path]:
+def places(tmp_path_factory, checkpoint: Path, models: Path) -> dict[str, Path]:
     """What overrides name in braces."""
     folder = tmp_path_factory.mktemp("places")
     (folder / "own").mkdir()
     (folder / "own" / "config.json").write_text(
         '{"model_type": "my_own", "vision_config": {}, "auto_map": {"AutoConfig": "own.Own"}}'
     )
-    return {"checkpoint": checkpoint, "models": models, "data": data_file, "own": folder / "own"}
+    return {"checkpoint": checkpoint, "models": models, "own": folder / "own"}
 
 
 @pytest.fixture

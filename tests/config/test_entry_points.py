@@ -42,7 +42,7 @@ FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
         (main_ppo, (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}",), ["no.such.key"]),
         (main_ppo, (f"{ACTOR}.loss_agg_mode=mean",), ["1 problem", "Invalid loss_agg_mode: mean"]),
         (main_ppo, (f"~{ACTOR}.fsdp_config",), ["1 problem", "leave out the override that removes it"]),
-        (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
+        (main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "locating target 'no.such.Class'"]),
         (verls_main_ppo, (f"{QAT}.enable=True", f"{QAT}.mode=w4a4", "trainer.use_v1=False"), [f"{QAT}.mode=w4a16"]),
     ],
 )
