@@ -187,7 +187,7 @@ def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  
 
     def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
         cheap = patch.object(micro_batches, "MICRO_BATCH_COST", 4.0)
-        with cheap, patch.object(plan_module, "cache_weights", lambda levels, forward_only: weights):
+        with cheap, patch.object(plan_module, "cache_weights", lambda *_: weights):
             return plan(data, forward_only)
 
     engine.plan = plan_cheap_micro_batches

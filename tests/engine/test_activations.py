@@ -207,13 +207,12 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
     engine, splits = make_engine(qwen3), make_engine(qwen3, splits=True)
     results = [update_at("auto", engine, CUT)]
     monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(activation_level, "OVER_STOCK", 100.0)
     sizes = engine._token_bytes
     for device, host, level in (
         (1e9, 1e9, "attention"),
         (40 * (sizes.on_device(Level.ATTENTION) - 1), 1e9, "attention_on_host"),
-        (1.0, 1e9, "inputs_on_host"),
-        (1.0, 0.0, "inputs"),
+        (40 * (sizes.on_device(Level.ATTENTION_ON_HOST) - 1), 1e9, "inputs_on_host"),
+        (40 * (sizes.on_device(Level.ATTENTION) - 1), 0.0, "inputs"),
     ):
         monkeypatch.setattr(engine_module, "room_of_rank", lambda *_, given=(device, host): Room(*given))
         engine._told_level = False
@@ -221,6 +220,7 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
         results.append(update_at("auto", engine, CUT))
     assert same_bits(results)
+    monkeypatch.setattr(engine_module, "room_of_rank", lambda *_: Room(1.0, 0.0))
     choose = Mock(return_value=Level.ATTENTION)
     monkeypatch.setattr(activation_level.Levels, "choose", choose)
     plan = splits.plan(make_batch(trie(), max_token_len_per_gpu=56), forward_only=False)
@@ -245,8 +245,8 @@ def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen
     monkeypatch.setattr(engine_module, "decoder_layers", lambda module: [])
     assert told().endswith("(by the model's own checkpoints)")
     whole, fused = make_engine(qwen3, engine={"logits_chunk_size": 0}), make_engine(qwen3, model=FUSED_HEAD)
-    found = [engine._levels(forward_only=True) for engine in (make_engine(qwen3), whole, fused)]
-    assert [(of.logits_at_once, of.fused_kernels) for of in found] == [(False, False), (True, False), (False, True)]
+    found = [engine._levels(forward_only=True).logits_at_once for engine in (make_engine(qwen3), whole, fused)]
+    assert found == [False, True, False]
 
 
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
@@ -325,7 +325,6 @@ def test_layers_that_fsdp2_keeps_whole_until_their_backward_are_counted_once(qwe
     assert {hasattr(weight, "_local_tensor") for weight in seen} == {True}
 
 
-def test_a_critic_counts_no_logits_in_stock_verl_neither(value_model: str) -> None:
-    """Else it would take up to 3.6 times stock verl's memory."""
+def test_a_critic_counts_no_logits(value_model: str) -> None:
     engine = make_engine(value_model, critic=True)
     assert engine._token_bytes.logits == engine._weight_bytes.head == 0

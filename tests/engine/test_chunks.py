@@ -49,7 +49,7 @@ def test_windows_over_chunks_and_values_of_cached_tokens_are_exact(value_model, 
 @pytest.mark.parametrize(("owed", "splits"), [(0.75, True), (1.5, False)])
 def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: str, owed: float, splits: bool) -> None:
     engine = make_engine(qwen3)
-    split_always(engine, CacheWeights(cached=0.5, published=owed, recomputing=0.5))
+    split_always(engine, CacheWeights(cached=0.5, published=owed, alone=0.5))
     plan = engine.plan(clone(make_batch(ONE_GROUP, **by_sequences(1))), forward_only=False)
     assert (plan.num_split_groups > 0) == splits
 

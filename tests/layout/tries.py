@@ -131,7 +131,7 @@ def limits_for(batch: Batch) -> st.SearchStrategy[MicroBatchLimits]:
 
 _weight = st.sampled_from([0.0, 0.5, 1.5])
 cache_weights = st.builds(
-    CacheWeights, _weight, _weight, st.sampled_from([0.0, 0.5, 1.0]), host_tokens=st.sampled_from([0.0, 9.0])
+    CacheWeights, _weight, _weight, st.sampled_from([0.0, 0.5, 1.0]), computed=st.sampled_from([0.5, 1.0, 2.0])
 )
 
 

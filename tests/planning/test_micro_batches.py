@@ -72,13 +72,14 @@ def test_every_sequence_is_computed_once_and_no_micro_batch_exceeds_what_fits_in
         skipped = chunk.num_cached if chunk else 0
         assert part.num_tokens == sum(len(batch.take(some).rows()) for some in apart) - skipped > 0
         assert len(part.sequences) <= (limits.max_sequences or len(part.sequences))
-        taken = float(part.num_tokens)
+        taken = (weights.alone if len(part.sequences) == 1 else weights.computed) * part.num_tokens
         if chunk:
             published = max(chunk.num_read_next - chunk.num_kept, 0)
             taken += weights.cached * chunk.num_cached + weights.published * published
-        if len(part.sequences) == 1:
-            taken += weights.alone(part.num_tokens) - part.num_tokens
-        assert limits.max_tokens is None or taken <= limits.max_tokens + 1e-9
+        most = limits.max_tokens or np.inf
+        assert part.num_tokens <= most
+        is_whole_group = not chunk and len({s[:2] for s in batch.take(part.sequences).sequences}) == 1
+        assert taken <= most + 1e-9 or is_whole_group
     for group in plan:
         chunks = [part.chunk for part in group if part.chunk]
         assert len(chunks) == (len(group) if len(group) > 1 and given_weights else 0)

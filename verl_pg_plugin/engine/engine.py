@@ -197,6 +197,7 @@ class SharedPrefixEngine(FSDPEngine):
             carries=self.packed and self.options.carry != "never" and self.shared_model.prefix_cache,
             forward_only=forward_only,
             levels=self._levels(forward_only),
+            fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
             steady_length=steady_length(self.model_config.hf_config),
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
@@ -217,7 +218,6 @@ class SharedPrefixEngine(FSDPEngine):
             sizes=self._token_bytes,
             host_alone=self.model_config.enable_activation_offload,
             logits_at_once=self.log_prob_head is None,
-            fused_kernels=self.log_prob_head is not None and self.log_prob_head.fused is not None,
             ranks=self.ulysses_sequence_parallel_size,
         )
         if forward_only or get_device_name() != "cuda":

@@ -18,7 +18,7 @@ from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.loss_tokens import cut_for_loss
 from verl_pg_plugin.planning.memory import cache_weights
-from verl_pg_plugin.planning.micro_batches import MicroBatch, lay_out, tokens_of_stock
+from verl_pg_plugin.planning.micro_batches import MicroBatch, lay_out
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def plan_mini_batch(
     carries: bool,
     forward_only: bool,
     levels: Levels,
+    fused_head: bool = False,
     steady_length: int | None = None,
     sp_size: int = 1,
     dp_rank: int = 0,
@@ -83,6 +84,7 @@ def plan_mini_batch(
         packed: packed mode, else upstream's padded groups.
         carries: chunks of split groups read tokens from each other, which then take a part of the budget.
         levels: with the room of the rank that has least.
+        fused_head: whether verl's fused kernels compute the log-probs.
         steady_length: longest that a sequence may be (``architectures.steady_length``).
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
@@ -91,12 +93,11 @@ def plan_mini_batch(
     """
     with agreement() as ranks:
         data = regular(data)
-        check_batch(data, packed, levels.fused_kernels)
+        check_batch(data, packed, fused_head)
         sequences = read_sequences(data, modality, steady_length)
         order = sequences.order()
         limits = limits_of(data, sp_size)
-        levels = levels.within_stock(tokens_of_stock(sequences.lengths, limits))
-        weights = cache_weights(levels, forward_only) if carries else None
+        weights = cache_weights(levels, limits.budget(order.num_tokens), forward_only) if carries else None
         # V1 takes what rollout correction rejects out of the response mask alone, which verl's losses read.
         masks = data.get("response_mask", data["loss_mask"])
         loss_tokens = np.array([mask.sum().item() for mask in masks.unbind()])

@@ -5,8 +5,8 @@ Levels change no bit, so what is free may differ from run to run.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from verl_pg_plugin.planning.memory import TokenBytes
 
 DEVICE_RESERVE = 0.08
-"""Of a device, left free: gaps between blocks, and what sizes do not say."""
-OVER_STOCK = 1.1
-"""Of what stock verl takes, the most that is used: torch keeps it, and other processes count on what stock leaves."""
+"""Share of a device that stays free: gaps between blocks, and what sizes do not cover."""
 
 
 class Level(Enum):
@@ -43,7 +41,11 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that activations may take: on the device, in memory of the host, and what the device keeps in reserve."""
+    """Bytes that activations may take on the device and in memory of the host.
+
+    A level leaves the ``reserve`` of the device free where one does. A group takes it before it is split: where memory
+    is that short, its chunks would compute the prompt again or hold sums of its gradients.
+    """
 
     device: float
     host: float
@@ -59,9 +61,7 @@ class Levels:
     room: Room | None = None  # None where nothing limits it, as on a CPU
     host_alone: bool = False  # levels on the host alone are chosen (verl's ``enable_activation_offload``)
     logits_at_once: bool = False  # the LM head holds the logits of all tokens with a label
-    fused_kernels: bool = False  # verl's, which hold none, in stock verl too
     ranks: int = 1  # that share the tokens
-    stock: float = math.inf  # bytes that stock verl takes of a rank for the mini-batch
     why_asked: str = "as asked"
 
     @classmethod
@@ -73,79 +73,60 @@ class Levels:
 
     @property
     def ladder(self) -> tuple[Level, ...]:
-        """From fast to small."""
-        on_host = (Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST)
-        return (self.asked,) if self.asked else on_host if self.host_alone else (Level.ATTENTION, *on_host)
+        """From fast to small; ``INPUTS`` is for a host without room."""
+        if self.asked:
+            return (self.asked,)
+        ladder = (Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST, Level.INPUTS)
+        return ladder[1:] if self.host_alone else ladder
 
     @property
     def why(self) -> str:
         """For the log."""
         if self.asked or self.sizes is None or self.room is None:
             return self.why_asked if self.asked else "nothing limits it here"
-        device, host, stock = (f"{number / 2**30:.1f}" for number in (self.room.device, self.room.host, self.stock))
+        device, host, reserve = (f"{x / 2**30:.1f}" for x in (self.room.device, self.room.host, self.room.reserve))
         return (
-            f"++prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, {host} of "
-            f"the host for each rank, and no more than {OVER_STOCK} times the {stock} that stock verl takes"
+            f"++prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, of which "
+            f"{reserve} are a reserve, and {host} of the host for each rank"
         )
 
-    def within_stock(self, tokens: int) -> Levels:
-        """Of a mini-batch of which stock verl's largest micro-batch has so many tokens."""
-        if self.sizes is None or self.room is None:
-            return self
-        return replace(self, stock=tokens / self.ranks * self.sizes.stock(self.fused_kernels))
-
-    @property
-    def shortage(self) -> float:
-        """What stock verl takes over what there is; 1 where it fits."""
-        if self.room is None or math.isinf(self.stock):
-            return 1.0
-        return max(1.0, self.stock / max(self.room.device + self.room.reserve, 1.0))
-
     def choose(self, tokens: int, labels: int = 0, **cache_use: int) -> Level:
-        """The fastest level that fits; where none does the smallest, since the micro-batch must run.
+        """Return the fastest level that fits; where none does the smallest, since the micro-batch must run.
 
-        All ranks that share them compute ``tokens``, and ``labels`` of the head; ``cache_use`` is the layout's.
+        Args:
+            tokens, labels: that all ranks that share the micro-batch compute, and run the LM head on.
+            cache_use: see ``PackedLayout.cache_use``.
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
-        beside = self.beside(labels, **cache_use)
-        device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
-        host = self.room.host  # negative where offloaded weights and optimizer states fill it
-        levels = [level for level in self.ladder if not level.on_host or self.host_bytes(level, tokens) <= host]
-        smallest = levels[-1] if levels and levels[-1].on_host else Level.INPUTS
-        return next((level for level in levels if tokens * self.sizes.on_device(level) + beside <= device), smallest)
+        fitting = self._fitting(tokens, labels, self.room.device - self.room.reserve, **cache_use)
+        return next(fitting, self.smallest(tokens))
 
-    def beside(self, labels: int, **cache_use: int) -> int:
-        """What a micro-batch takes beside its computed tokens; ``sizes`` are known."""
+    def keeps_whole(self, tokens: int) -> bool:
+        """Return True if a group above the token budget fits at some level; False where bytes are unknown."""
+        if self.sizes is None or self.room is None:
+            return False
+        return any(self._fitting(tokens, tokens, self.room.device))
+
+    def smallest(self, tokens: int) -> Level:
+        """Return the level that takes least of the device, of those for which the host has room; bytes are known."""
         assert self.sizes is not None
-        return self.sizes.beside(**cache_use) + (labels * self.sizes.logits if self.logits_at_once else 0)
+        return min(self._held_by_host(tokens), key=self.sizes.on_device, default=self.ladder[0])
+
+    def _fitting(self, tokens: int, labels: int, device: float, **cache_use: int) -> Iterator[Level]:
+        """Levels at which a micro-batch fits into so many bytes of each rank, from fast to small."""
+        assert self.sizes is not None
+        left = device * self.ranks - self.sizes.beside(**cache_use)
+        left -= labels * self.sizes.logits if self.logits_at_once else 0
+        return (level for level in self._held_by_host(tokens) if tokens * self.sizes.on_device(level) <= left)
+
+    def _held_by_host(self, tokens: int) -> list[Level]:
+        """Levels that keep nothing on the host, or as much as it has room for; ``room.host`` may be negative."""
+        if self.room is None:
+            return list(self.ladder)
+        host = self.room.host
+        return [level for level in self.ladder if not level.on_host or self.host_bytes(level, tokens) <= host]
 
     def host_bytes(self, level: Level, tokens: float) -> float:
         """What a micro-batch of so many tokens keeps on the host of a rank; 0 where sizes are unknown."""
         return tokens * self.sizes.held(level) / self.ranks if self.sizes and level.on_host else 0.0
-
-    def keeps_whole(self, tokens: float, shared: float, longest: float) -> bool:
-        """Whether a group above the budget stays whole: within stock verl's memory, or where its split would take more.
-
-        Of splits, one reads the ``shared`` tokens from the chunk that computes them, which holds sums beside them. The
-        other computes them in each chunk; it is left where the ``longest`` sequence fits and the group does not. Where
-        its split would take more, a group may take more than stock verl.
-        """
-        sizes, room = self.sizes, self.room
-        if sizes is None or room is None:
-            return False
-        levels = self.ladder if self.asked else (*self.ladder, Level.INPUTS)
-        logits = self.logits_at_once * sizes.logits
-        sums = sizes.beside(pending=1) / self.ranks
-        computed = {level: (sizes.on_device(level) + logits) / self.ranks for level in levels}
-
-        def fitting(number: float, device: float) -> list[Level]:
-            """Levels at which so many tokens fit into so many bytes of the device, and on the host."""
-            found = (level for level in levels if number <= device / computed[level])
-            return [level for level in found if not level.on_host or self.host_bytes(level, number) <= room.host]
-
-        if fitting(tokens, min(room.device, self.stock)):
-            return True
-        device = room.device + room.reserve
-        left = fitting(tokens, device) or ([] if fitting(longest, device) else levels)
-        return any(tokens <= (1 + sums / computed[level]) * shared for level in left)

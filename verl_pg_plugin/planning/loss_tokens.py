@@ -14,7 +14,6 @@ from verl_pg_plugin.planning.micro_batches import (
     MicroBatch,
     MicroBatchLimits,
     cut_micro_batches,
-    tokens_of_stock,
 )
 
 
@@ -33,7 +32,7 @@ def cut_for_loss(
     Neighbours join in runs of an eighth of the limits, by which a micro-batch may exceed them. ``has_loss`` (B,) is by
     index in the mini-batch. ``at_least`` above 1 is what another rank has, and then there are exactly as many.
     """
-    most = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
+    most = limits.budget(order.num_tokens)
     group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
     joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
     missing = at_least - np.count_nonzero(~joins)

@@ -1,6 +1,6 @@
 """Bytes of an update from the sizes in a config: of a token by activation level, and beside tokens on a device.
 
-With the same sums for stock verl they meet 25 peaks measured on H200s within 3%.
+They meet the peaks that were measured on H200s within 3%.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,6 @@ class TokenBytes:
     attention: int  # the attention kernel's output and log-sum-exp
     rest: int  # all else that a layer's backward reads
     gradients: int  # the most of them, and of what attention gathers, that stand beside all of that
-    gathering: int  # of these, what attention takes beyond the MLP; stock verl gathers nothing
     caching_layers: int  # of the model, those whose keys and values are cached
     key_value: int  # its keys and values
     sums: int  # float32 sums of the gradients of both, where other micro-batches add to them
@@ -74,7 +73,6 @@ class TokenBytes:
             attention=heads * (itemsize * width + 4),
             rest=itemsize * rest + 4 * (2 + heads + kv_heads),
             gradients=itemsize * (beside + norms),
-            gathering=itemsize * (beside - beside_mlp),
             caching_layers=mixers[ATTENTION],
             key_value=numbers * itemsize,
             sums=numbers * max(itemsize, 4),
@@ -100,41 +98,36 @@ class TokenBytes:
         """At the peak, in the backward of a layer."""
         return self.waiting(level) + self.working(level)
 
-    def stock(self, fused_kernels: bool = False) -> int:
-        """At stock verl's peak: in its LM head, which holds all logits, or in the backward of a layer as here."""
-        at_head = 5 * self.inputs + (0 if fused_kernels else self.logits)
-        return self.layers * self.inputs + max(at_head, self.working(Level.INPUTS) - self.gathering)
-
     def beside(self, cached: int = 0, pending: int = 0, states: int = 0, pending_states: int = 0) -> int:
         """Of a chunk of a split group: tokens and states that it reads, and those that it computes for later chunks."""
         of_tokens = self.caching_layers * (cached * (self.key_value + self.sums) + pending * self.sums)
         return of_tokens + states * (self.state + self.state_sums) + pending_states * self.state_sums
 
 
-def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
-    """What a cached token and a published one take of a budget of computed tokens.
+def cache_weights(levels: Levels, budget: int, forward_only: bool) -> CacheWeights:
+    """What tokens of a split group take of a ``budget`` of computed tokens.
 
-    Where levels are chosen by the room there is, a budget stands for the memory that stock verl takes for it, or for
-    what there is of that; elsewhere for what computed tokens keep at the level asked for, on the host their inputs.
-    Unknown sizes count as if every query had a key of its own.
+    Where the room for activations was measured, the budget stands for all of it: a chunk computes at most so many
+    tokens, and fits at the smallest level with all that it reads and publishes. Elsewhere a token of the budget stands
+    for what a computed one keeps at the level that is taken, on the host its inputs. Unknown sizes count as if every
+    query had a key of its own.
     """
-    level, sizes = levels.ladder[0], levels.sizes
+    sizes, room = levels.sizes, levels.room
     if sizes is None:
         return CacheWeights(1.0, 1.0, 0.0) if forward_only else CacheWeights(3.0, 2.0)
+    level = levels.ladder[0]
     computed = sizes.held(Level.INPUTS if level.on_host else level)
     if forward_only:  # nothing is kept of a computed token
         cached = sizes.caching_layers * sizes.key_value / computed
-        return CacheWeights(cached, cached, recomputing=0.0, state=sizes.state / computed)
-    recomputing = on_host = 1.0 if levels.asked else sizes.held(Level.INPUTS) / computed
-    host_tokens, less = 0.0, levels.shortage
-    if not levels.asked and levels.room is not None:
-        computed = sizes.stock(levels.fused_kernels)
-        smallest = Level.INPUTS, Level.INPUTS_ON_HOST
-        recomputing, on_host = (sizes.on_device(level) / computed * less for level in smallest)
-        host_tokens = levels.room.host * levels.ranks / sizes.held(Level.INPUTS)
+        return CacheWeights(cached, cached, 0.0, sizes.state / computed)
     uses = sizes.beside(cached=1), sizes.beside(pending=1), sizes.beside(states=1)
-    cached, published, state = (use / computed * less for use in uses)
-    return CacheWeights(cached, published, recomputing, state, min(on_host, 1.0), host_tokens)
+    if room is None:
+        cached, published, state = (use / computed for use in uses)
+        return CacheWeights(cached, published, 1.0 if levels.asked else sizes.held(Level.INPUTS) / computed, state)
+    share = max(room.device, 1.0) * levels.ranks / budget
+    smallest = sizes.on_device(levels.smallest(budget)) + sizes.logits * levels.logits_at_once
+    cached, published, state, alone = (use / share for use in (*uses, smallest))
+    return CacheWeights(cached, published, alone, state, computed=alone)
 
 
 @dataclass(frozen=True)
@@ -179,8 +172,7 @@ class WeightBytes:
 
     def room(self, device: float, host: float) -> Room:
         """What a device of so many bytes, and so many of the host, has for activations."""
-        reserve = DEVICE_RESERVE * device
-        return Room(device - reserve - self.fixed - self.head, host, reserve + self.head)
+        return Room(device - self.fixed, host, DEVICE_RESERVE * device + self.head)
 
 
 def _numbers(module: Any, trained: bool = False) -> int:

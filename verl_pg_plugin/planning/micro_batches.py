@@ -42,17 +42,20 @@ class MicroBatchLimits:
     max_tokens: int | None = None  # packed ones: ``*_max_token_len_per_gpu`` with ``use_dynamic_bsz``
     max_sequences: int | None = None  # ``*_micro_batch_size_per_gpu`` without
 
+    def budget(self, num_tokens: IntArray) -> int:
+        """Return the token budget; without one, that of as many of the longest of (B,) sequences as are allowed."""
+        return self.max_tokens or int(np.sort(num_tokens)[-(self.max_sequences or len(num_tokens)) :].sum())
+
 
 @dataclass(frozen=True)
 class CacheWeights:
-    """What a token takes of the token budget, relative to one that is computed at the level of most."""
+    """What a token of a split group takes of the token budget, see ``memory.cache_weights``."""
 
     cached: float = 0.0  # one that is read: its keys and values, and in training the sums of their gradients
     published: float = 0.0  # one that later chunks read, or its pending gradients
-    recomputing: float = 1.0  # one at the smallest activation level on the device; over 1 where stock verl does not fit
+    alone: float = 1.0  # one that a chunk of one sequence computes, which may run at the smallest activation level
     state: float = 0.0  # not a token, but what recurrent layers hold where a chunk goes on behind cached tokens
-    on_host: float = 0.0  # one at the smallest activation level of all
-    host_tokens: float = 0.0  # that the host holds at that level
+    computed: float = 1.0  # one that a chunk of several sequences computes; it takes at least 1 without the others
 
     def read(self, num_tokens: int, num_states: int = 1) -> float:
         """What so many cached tokens take, with states behind some of them: where sequences part, and at their end."""
@@ -61,10 +64,6 @@ class CacheWeights:
     def hold(self, num_tokens: int) -> float:
         """The same of published ones, with one state."""
         return self.published * num_tokens + self.state * (num_tokens > 0)
-
-    def alone(self, num_tokens: int) -> float:
-        """The same of those that a chunk of one sequence computes, which may run at the smallest activation level."""
-        return num_tokens * (self.on_host if num_tokens <= self.host_tokens else self.recomputing)
 
 
 @dataclass(frozen=True)
@@ -115,17 +114,6 @@ def cut_micro_batches(
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
 
 
-def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
-    """Tokens of stock verl's largest micro-batch of sequences of so many tokens (B,), at the least.
-
-    It makes as few as the limits allow, and evens them.
-    """
-    if limits.max_tokens is None:
-        return int(np.sort(lengths)[-(limits.max_sequences or len(lengths)) :].sum())
-    micro_batches = -(-lengths.sum() // limits.max_tokens)
-    return int(max(lengths.max(), -(-lengths.sum() // micro_batches)))
-
-
 def lay_out(group: list[MicroBatch], sequences: Sequences, forward_only: bool) -> list[PackedLayout]:
     """The packed tokens of each chunk of a split group, in forward order, or of one ordinary micro-batch.
 
@@ -165,7 +153,7 @@ class _Planner:
         prefill_cost: float,
     ) -> None:
         self.order, self.levels, self.prefill_cost = order, levels, prefill_cost
-        self.max_tokens = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
+        self.max_tokens = limits.budget(order.num_tokens)
         self.max_sequences = limits.max_sequences or math.inf
         self.carries = weights is not None
         self.weights = weights or CacheWeights()
@@ -187,12 +175,13 @@ class _Planner:
 
     def taken(self, span: _Span) -> float:
         """Of the token budget."""
+        own = self.tokens(span)
         if not (span.cached or span.read_next):
-            return self.tokens(span)
+            return own
         published = span.read_next - self.kept(span)
         parts_at = {*accumulate(self.shared[span.first + 1 : span.stop], min, initial=span.cached)} - {0}
         read = self.weights.read(span.cached, len(parts_at))
-        return self.tokens(span) + read + self.weights.hold(published)
+        return max(own, self.weights.computed * own + read + self.weights.hold(published))
 
     def cost(self, spans: list[_Span]) -> float:
         """What chunks take beyond the tokens that are computed once, in tokens of an update."""
@@ -207,13 +196,7 @@ class _Planner:
         return span.size <= self.max_sequences and self.taken(span) <= self.max_tokens
 
     def stays_whole(self, group: _Span) -> bool:
-        if self.fits(group):
-            return True
-        if group.size > self.max_sequences:
-            return False
-        shared = min(self.shared[group.first + 1 : group.stop])
-        longest = int(self.order.num_tokens[group.first : group.stop].max())
-        return self.levels.keeps_whole(self.tokens(group), shared, longest)
+        return self.fits(group) or (group.size <= self.max_sequences and self.levels.keeps_whole(self.tokens(group)))
 
     def cut(self, at_least: int) -> list[list[_Part]]:
         """Split groups as lists of parts, in forward order, and lists of one part; at least so many parts."""
@@ -286,8 +269,8 @@ class _Planner:
         good = furthest = 0, 0  # good: the next one reads what it shares, or shares too little
         for stop in range(first + 1, int(min(rest.stop, first + most)) + 1):
             own = self.before[stop] - before
-            taken = weights.read(rest.cached, num_states) + (own if furthest[0] else weights.alone(own))
-            if taken > budget and furthest[0]:
+            taken = (weights.computed if furthest[0] else weights.alone) * own + weights.read(rest.cached, num_states)
+            if max(own, taken) > budget and furthest[0]:
                 break
             if stop == rest.stop:
                 return stop, 0
@@ -296,7 +279,7 @@ class _Planner:
                 prefix > self.worth
                 and self.new[stop] > 0
                 and taken + weights.hold(max(prefix - common, 0)) <= budget
-                and weights.alone(self.new[stop]) + weights.read(prefix) <= budget  # the next has room
+                and weights.alone * self.new[stop] + weights.read(prefix) <= budget  # the next has room
             )
             furthest = stop, prefix if reads else 0
             if reads or prefix <= self.worth:
@@ -309,7 +292,8 @@ class _Planner:
         """Whole groups, longest first, to the micro-batch that has the most room, or to a new one."""
         groups = [[[span] for span in chain] for chain in chains if len(chain) > 1]
         spans = [chain[0] for chain in chains if len(chain) == 1]
-        loose = sorted((-self.tokens(span), span.first, span) for span in spans)
+        weight = max(1.0, self.weights.computed)  # above 1 where the device does not hold the token budget
+        loose = sorted((-weight * self.tokens(span), span.first, span) for span in spans)
         parts = [part for group in groups for part in group]
         num_chunks = len(parts)
         tokens = sum(self.taken(span) for (span,) in parts) + sum(min(-own, self.max_tokens) for own, _, _ in loose)
