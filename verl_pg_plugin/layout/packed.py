@@ -192,7 +192,8 @@ def build_packed_layout(
     bounds = np.append(first_token[tail] + start - order.num_shared[tail], num_tokens)
     num_queries = np.diff(np.maximum(bounds - c, 0))
     alive = num_queries > 0
-    parent = np.where((parent >= 0) & alive[parent], (np.cumsum(alive) - 1)[parent], -1)[alive]
+    # Cached tokens come first, so a parent without queries has number -1.
+    parent = np.where(parent >= 0, (np.cumsum(alive) - 1)[parent], -1)[alive]
     num_queries, num_keys = num_queries[alive], (start + np.diff(bounds))[alive]
     kv_index = [paths[tail][:end] for tail, end in zip(last_tail[alive].tolist(), num_keys.tolist(), strict=True)]
 
@@ -308,7 +309,6 @@ def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArra
     first = start == order.num_shared[tail]
     # A tail's first segment continues the segment of its owner's tail that ends where it branches off.
     parent[first] = np.searchsorted(keys, owner[tail[first]] * stride + start[first]) - 1
-    parent[start == 0] = -1
     # An only child's tokens follow its parent's, and whoever reads the child reads both.
     joined = (parent >= 0) & (np.bincount(parent + 1, minlength=len(keys) + 1)[parent + 1] == 1)
     begins = np.flatnonzero(~joined)
