@@ -1,6 +1,7 @@
 """Tiny real models, verl batches, verl engines, and every sequence alone in float32: the reference of all tests."""
 
 import atexit
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -232,6 +233,22 @@ def default_loss(batch: TensorDict) -> Callable:
     """``actor_loss``, or verl's clipped value loss."""
     critic = FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1)
     return partial(value_loss, config=critic) if is_critics(batch) else actor_loss()
+
+
+def num_calls(run: Callable[[], object]) -> int:
+    """Functions that ``run`` calls, Python's and those in C: work that does not depend on what else a machine does."""
+    count = 0
+
+    def profile(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def clone(batch: TensorDict) -> TensorDict:

@@ -1,6 +1,5 @@
 """Ranks and mini-batches: equal in number, nearly equal in cost, no group torn that fits, and nobody waits for long."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batches
+from tests.support import num_calls
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning import balance
@@ -99,13 +99,12 @@ def test_even_groups_that_fit_are_cut_only_where_that_saves_time(num_ranks: int,
 
 
 @pytest.mark.parametrize(("num_groups", "n"), [(128, 8), (8192, 1)])
-def test_ranks_finish_together_and_a_large_batch_is_balanced_in_a_second(num_groups: int, n: int) -> None:
-    """Trying all pairs of groups for an exchange takes minutes."""
+def test_ranks_finish_together_and_an_exchange_does_not_try_all_pairs(num_groups: int, n: int) -> None:
+    """Of 8,192 groups on 8 ranks there are a million pairs with each other rank."""
     problem = grpo(num_groups, n, num_ranks=8)
-    start = time.process_time()
-    balance = problem.solve()
-    assert time.process_time() - start < 1
-    assert balance.slowest_over_mean < 1.001
+    found: list[Balance] = []
+    assert num_calls(lambda: found.append(problem.solve())) < 100_000
+    assert found[0].slowest_over_mean < 1.001
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Micro-batches over random trees: nobody is lost, budgets hold with what is cached, little is computed twice."""
 
-import time
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -19,6 +18,7 @@ from tests.layout.tries import (
     plans,
     tries,
 )
+from tests.support import num_calls
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.planning import micro_batches as planner
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, MicroBatchLimits, cut_micro_batches, lay_out
@@ -152,12 +152,13 @@ def test_groups_of_grpo_cost_what_the_cheapest_cuts_cost(prompt, responses, budg
 
 
 @pytest.mark.parametrize(("group_size", "response"), [(1, 512), (256, 512), (65_536, 64)])
-def test_65536_sequences_are_cut_in_three_seconds(group_size: int, response: int) -> None:
+def test_the_work_of_a_cut_grows_with_the_number_of_sequences(group_size: int, response: int) -> None:
     lengths = 1023 + np.random.default_rng(0).integers(response // 2, response, 65_536)
     order = PrefixOrder(np.arange(65_536), lengths, np.where(np.arange(65_536) % group_size, 1023, 0))
-    start = time.process_time()
-    plan = cut_micro_batches(order, MicroBatchLimits(6000), CacheWeights(0.745, 0.497, 0.4))
-    assert time.process_time() - start < 3
+    weights = CacheWeights(0.745, 0.497, 0.4)
+    found: list[Plan] = []
+    assert num_calls(lambda: found.append(cut_micro_batches(order, MicroBatchLimits(6000), weights))) < 60 * 65_536
+    (plan,) = found
     assert recomputed(plan, order) == 0
     assert num_split(plan) == (65_536 // group_size if group_size > 1 else 0)
 
