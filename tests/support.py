@@ -376,9 +376,11 @@ def run_reference(
             found = of_logits(student_logits=logits[None], data=tu.index_select_tensor_dict(batch, [i]))
             for name, values in found.items():
                 rows.setdefault(name, []).append(values.squeeze(0))
-    if not tu.get_non_tensor_data(batch, "calculate_entropy", default=False):
-        rows["entropy"] = []
-    result = learned(model, {name: values for name, values in rows.items() if values}, batch, loss, cut)
+    flags = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
+    left_out = {name for name, flag in flags.items() if not tu.get_non_tensor_data(batch, flag, default=False)}
+    left_out |= {"log_probs"} if tu.get_non_tensor_data(batch, "distillation_only", default=False) else set()
+    rows = {name: values for name, values in rows.items() if values and name not in left_out}
+    result = learned(model, rows, batch, loss, cut)
     if not images or not any(images):
         return result
     # Packed mode runs the vision encoder for all of its weights, wherever one sequence has an image.
@@ -411,6 +413,7 @@ def assert_same(actual: Result, expected: Result) -> None:
 
     Within 1e-10 where all is in float64. A log-prob counts as 1 at least: its error is that of logits.
     """
+    assert actual.outputs.keys() == expected.outputs.keys()
     tensors = [*actual.gradients.values(), *(row for rows in actual.outputs.values() for row in rows)]
     tolerance = 1e-10 if all(x.dtype == torch.float64 for x in tensors) else 1e-5
     for name, rows in actual.outputs.items():

@@ -96,7 +96,7 @@ def update_at(level: Level | str, engine: Any, batch: TensorDict, **options: Any
     if engine.activations._copier is None:
         watched(engine)
     engine.options = replace(engine.options, activations=getattr(level, "value", level))
-    return update(engine, batch, **options)
+    return update(engine, batch, return_model_output=True, **options)
 
 
 def same_bits(results: list[Result]) -> bool:

@@ -96,7 +96,8 @@ WAYS: dict[str, tuple[list[Sample], dict, dict]] = {
 
 
 def check_top_k(engine: Any, path: str, batch: TensorDict, loss: Callable) -> None:
-    found, expected = support.update(engine, batch, loss), support.run_reference(path, batch, loss, of_logits=loss)
+    found = support.update(engine, batch, loss, return_model_output=True)
+    expected = support.run_reference(path, batch, loss, of_logits=loss)
     support.assert_same(found, expected)
     if len(found.metrics["distillation/student_mass"]) == 1:  # else these are means of micro-batches
         for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):
