@@ -72,7 +72,8 @@ def test_every_sequence_is_computed_once_and_no_micro_batch_exceeds_what_fits_in
         skipped = chunk.num_cached if chunk else 0
         assert part.num_tokens == sum(len(batch.take(some).rows()) for some in apart) - skipped > 0
         assert len(part.sequences) <= (limits.max_sequences or len(part.sequences))
-        taken = (weights.alone if len(part.sequences) == 1 else weights.computed) * part.num_tokens
+        held = given_weights or CacheWeights()
+        taken = (held.alone if len(part.sequences) == 1 else held.computed) * part.num_tokens
         if chunk:
             published = max(chunk.num_read_next - chunk.num_kept, 0)
             taken += weights.cached * chunk.num_cached + weights.published * published

@@ -205,7 +205,7 @@ def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
     weights = [getattr(p, "_local_tensor", p) for p in module.parameters() if p.requires_grad and p.grad is None]
     gradients = sum(weight.nbytes for weight in weights if weight.device.type == "cuda")
     reserve = DEVICE_RESERVE * limit
-    return Room(usable - gradients - beside, host, reserve + head)
+    return Room(usable - gradients - beside - head - reserve, host, reserve + head)
 
 
 def host_bytes(root: Path = Path("/")) -> float:

@@ -41,10 +41,9 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that activations may take on the device and in memory of the host.
+    """Bytes that activations may take on the device and in memory of the host, and what the device keeps in reserve.
 
-    A level leaves the ``reserve`` of the device free where one does. A group takes it before it is split: where memory
-    is that short, its chunks would compute the prompt again or hold sums of its gradients.
+    The reserve is for gaps between blocks and for the LM head. A group takes it where even one sequence needs it.
     """
 
     device: float
@@ -84,10 +83,10 @@ class Levels:
         """For the log."""
         if self.asked or self.sizes is None or self.room is None:
             return self.why_asked if self.asked else "nothing limits it here"
-        device, host, reserve = (f"{x / 2**30:.1f}" for x in (self.room.device, self.room.host, self.room.reserve))
+        device, host = (f"{number / 2**30:.1f}" for number in (self.room.device, self.room.host))
         return (
-            f"++prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, of which "
-            f"{reserve} are a reserve, and {host} of the host for each rank"
+            f"++prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, and {host} "
+            "of the host for each rank"
         )
 
     def choose(self, tokens: int, labels: int = 0, **cache_use: int) -> Level:
@@ -99,14 +98,18 @@ class Levels:
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
-        fitting = self._fitting(tokens, labels, self.room.device - self.room.reserve, **cache_use)
-        return next(fitting, self.smallest(tokens))
+        return next(self._fitting(tokens, labels, self.room.device, **cache_use), self.smallest(tokens))
 
-    def keeps_whole(self, tokens: int) -> bool:
-        """Return True if a group above the token budget fits at some level; False where bytes are unknown."""
+    def keeps_whole(self, tokens: int, longest: int) -> bool:
+        """Return True if a group above the token budget fits at some level; False where bytes are unknown.
+
+        A split of a group whose ``longest`` sequence does not fit would not fit either, so it may take the reserve.
+        """
         if self.sizes is None or self.room is None:
             return False
-        return any(self._fitting(tokens, tokens, self.room.device))
+        sequence_fits = any(self._fitting(longest, longest, self.room.device))
+        device = self.room.device + (0 if sequence_fits else self.room.reserve)
+        return any(self._fitting(tokens, tokens, device))
 
     def smallest(self, tokens: int) -> Level:
         """Return the level that takes least of the device, of those for which the host has room; bytes are known."""

@@ -107,10 +107,9 @@ class TokenBytes:
 def cache_weights(levels: Levels, budget: int, forward_only: bool) -> CacheWeights:
     """What tokens of a split group take of a ``budget`` of computed tokens.
 
-    Where the room for activations was measured, the budget stands for all of it: a chunk computes at most so many
-    tokens, and fits at the smallest level with all that it reads and publishes. Elsewhere a token of the budget stands
-    for what a computed one keeps at the level that is taken, on the host its inputs. Unknown sizes count as if every
-    query had a key of its own.
+    With a measured room, a token of the budget is worth room / budget bytes: a chunk computes at most so many tokens,
+    and fits at the smallest level with all that it reads and publishes. Elsewhere it is worth what a computed token
+    keeps at the level that is taken, on the host its inputs. Unknown sizes count as if every query had its own key.
     """
     sizes, room = levels.sizes, levels.room
     if sizes is None:
@@ -172,7 +171,8 @@ class WeightBytes:
 
     def room(self, device: float, host: float) -> Room:
         """What a device of so many bytes, and so many of the host, has for activations."""
-        return Room(device - self.fixed, host, DEVICE_RESERVE * device + self.head)
+        reserve = DEVICE_RESERVE * device + self.head
+        return Room(device - self.fixed - reserve, host, reserve)
 
 
 def _numbers(module: Any, trained: bool = False) -> int:

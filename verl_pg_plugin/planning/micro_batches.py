@@ -196,7 +196,11 @@ class _Planner:
         return span.size <= self.max_sequences and self.taken(span) <= self.max_tokens
 
     def stays_whole(self, group: _Span) -> bool:
-        return self.fits(group) or (group.size <= self.max_sequences and self.levels.keeps_whole(self.tokens(group)))
+        if self.fits(group) or group.cached or group.read_next or group.size > self.max_sequences:
+            return self.fits(group)
+        longest = int(self.order.num_tokens[group.first : group.stop].max())
+        shares_much = min(self.shared[group.first + 1 : group.stop], default=0) > self.short
+        return shares_much and self.levels.keeps_whole(self.tokens(group), longest)
 
     def cut(self, at_least: int) -> list[list[_Part]]:
         """Split groups as lists of parts, in forward order, and lists of one part; at least so many parts."""
@@ -234,8 +238,7 @@ class _Planner:
 
         What all sequences share does not: every micro-batch computes it once, whatever it holds.
         """
-        is_much = saved * SHORT_PREFIX > self.tokens(span)
-        return is_much and (span.size < len(self.shared) or self.stays_whole(span))
+        return saved * SHORT_PREFIX > self.tokens(span) and span.size < len(self.shared)
 
     def split(self, group: _Span) -> list[_Span]:
         """The chunks that walking finds, of one size where that costs no more."""
@@ -335,7 +338,7 @@ class _Planner:
         alone = span.first + 1, min(span.cached, self.shared[span.first + 1])
         for end, cached in ((stop, read_next), (stop, 0), alone):
             left, right = span._replace(stop=end, read_next=cached), span._replace(first=end, cached=cached)
-            if self.fits(left) and self.fits(right):
+            if self.stays_whole(left) and self.stays_whole(right):
                 break
         chunks = [*group[:k], [left], [right], *group[k + 1 :]]
         groups[g : g + 1] = [chunks] if cached else [chunks[: k + 1], chunks[k + 1 :]]
