@@ -124,6 +124,15 @@ def test_losses_that_look_at_a_micro_batch_alone_are_warned_of(overrides: str, m
     assert "=False" in issue.fix
 
 
+def test_sequences_of_a_mini_batch_that_do_not_divide_into_ranks_are_refused(config_of) -> None:
+    """verl's workers notice after the first rollouts."""
+    n = "actor_rollout_ref.rollout.n"
+    (issue,) = errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"))
+    assert issue.why == f"12 prompts x {n}=5 sequences do not divide into 8 data-parallel ranks"
+    assert issue.fix == f"{MINI}=16"
+    assert not errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {issue.fix} data.train_batch_size=48"))
+
+
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
     by_cut = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=77"
@@ -138,7 +147,7 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     assert "; ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
     check(config_of(f"trainer.n_gpus_per_node=8 data.train_batch_size=6 {MINI}=2 {ACTOR}.shuffle=True"))
     assert f"{MINI}=2: fewer groups than the 8 data-parallel ranks" in caplog.text
-    assert f"; {MINI}=8" in caplog.text
+    assert f"; {MINI}=8 data.train_batch_size=8" in caplog.text
     assert f"mini-batches get sequences, not groups; {ACTOR}.shuffle=False" in caplog.text
     check(config_of(f"{CRITIC} data.train_batch_size=0 async_training.require_batches=2 critic.shuffle=True"))
     assert "mini-batches get sequences, not groups; critic.shuffle=False" in caplog.text

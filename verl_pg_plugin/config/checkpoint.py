@@ -14,7 +14,7 @@ from verl_pg_plugin.issue import Issue
 def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[PretrainedConfig | None, list[Issue]]:
     """Return the config of a model section's checkpoint, with overrides, and why it cannot share prefixes.
 
-    Neither the hub nor code of the checkpoint is asked. The config is None if it cannot be read without them.
+    It reads neither the hub nor the checkpoint's code. The config is None if it cannot be read without them.
     """
     key = f"{section}.{'hf_config_path' if OmegaConf.select(config, f'{section}.hf_config_path') else 'path'}"
     source, own = str(OmegaConf.select(config, key)), f"{section}.override_config"

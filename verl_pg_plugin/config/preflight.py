@@ -1,11 +1,12 @@
 """List all that is certain to fail because prefixes are shared, before a process or a GPU is claimed.
 
-verl, Hydra and Ray report their own faults: missing files, too few GPUs, batch sizes that do not divide.
+verl, Hydra and Ray report their own faults within a minute: missing files, too few GPUs, unknown engines.
 """
 
 import inspect
 import io
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -123,14 +124,23 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
     batch, streamed = count_of(config, "data.train_batch_size"), count_of(config, "async_training.require_batches")
     if streamed or str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async"):
         batch = max(streamed, 1) * count_of(config, f"{ACTOR}.ppo_mini_batch_size")
+    n = count_of(config, f"{ROLLOUT}.n")
     for role in rules.roles_of(config):
         engine, prompts = rules.engine_of(config, role), count_of(config, mini := f"{role}.ppo_mini_batch_size")
         if batch > prompts and OmegaConf.select(config, key := f"{role}.shuffle"):
             yield Issue(f"{key}=True", "mini-batches get sequences, not groups", f"{key}=False", is_warning=True)
         ranks = engine.get("run_ranks") // engine.sp_size
-        if role != REF and 0 < prompts < ranks:
+        if role == REF or not prompts or not ranks or not n:
+            continue
+        step = ranks // math.gcd(ranks, n)
+        more = -(-max(prompts, ranks) // step) * step
+        fix = f"{mini}={more}" + f" data.train_batch_size={more}" * (0 < batch < more)
+        if prompts * n % ranks:  # verl's workers notice after the first rollouts
+            why = f"{prompts} prompts x {ROLLOUT}.n={n} sequences do not divide into {ranks} data-parallel ranks"
+            yield Issue(f"{mini}={prompts}", why, fix)
+        elif prompts < ranks:
             why = f"fewer groups than the {ranks} data-parallel ranks, so ranks get parts of groups"
-            yield Issue(f"{mini}={prompts}", why, f"{mini}={ranks}", is_warning=True)
+            yield Issue(f"{mini}={prompts}", why, fix, is_warning=True)
     if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
         loss_mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
         if OmegaConf.select(config, "distillation.enabled") and loss_mode == "forward_kl_topk":

@@ -16,7 +16,13 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN, fused_obstacle, text_skeleton
+from verl_pg_plugin.architectures import (
+    FLOAT32_ANGLE_TYPES,
+    FSDP2_CASTS_AGAIN,
+    UNCOMPILED,
+    fused_obstacle,
+    text_skeleton,
+)
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, ATTENTION_KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, MODEL, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI, count_of
@@ -103,8 +109,15 @@ def quantization_aware_training(engine: Engine) -> Iterator[Issue]:
 
 
 def compiled_layers(engine: Engine) -> Iterator[Issue]:
-    if engine.option("compile_layers") is True and (why := layers_obstacle(engine)):
+    if engine.option("compile_layers") is not True:
+        return
+    kind = getattr(engine.hf_config, "model_type", "")
+    if why := layers_obstacle(engine):
         yield Issue(f"{COMPILE_LAYERS}=True", why, f"{COMPILE_LAYERS}=False")
+    elif engine.device == "cuda" and kind in UNCOMPILED:
+        yield Issue(
+            f"{COMPILE_LAYERS}=True", f"layers of {kind} {UNCOMPILED[kind]}", f"{COMPILE_LAYERS}=auto", is_warning=True
+        )
 
 
 def compiler(engine: Engine) -> Iterator[Issue]:

@@ -38,7 +38,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1 or self.prompt_logprobs:
             raise ValueError(
-                f"{self}: set max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, prompt_logprobs=0 or none"
+                f"{self}: set max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, prompt_logprobs=0 or none; for a "
+                "teacher, distillation.distillation_loss.loss_mode=k3"
             )
 
     @classmethod

@@ -74,7 +74,10 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
     places = np.full((len(lines), max(map(sum, group_info))), -1)  # -1 at padding
     for g, line in enumerate(lines):
         places[g, : sum(group_info[g])] = np.concatenate(line)
+    sequence = np.repeat(np.arange(len(starts)), np.diff(offsets))
     predicts = (places >= 0) & (np.arange(places.shape[1]) >= np.array([[prefix] for prefix, *_ in group_info]))
+    predicts &= places + 1 < offsets[1:][sequence[places]]
+    predicts[0, 0] |= not predicts.any()  # a head never runs on nothing: nobody reads what it says of this token
     return PaddedLayout(
         group_info=group_info,
         input_ids=np.where(places < 0, 0, tokens[places]),
