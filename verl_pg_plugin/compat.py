@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 _FSDP = "verl.workers.engine.fsdp.transformer_impl"
 _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
 _ROUTER = "verl.utils.veomni.router_replay.VeOmniRouterReplay"
+_BALANCER = "verl.workers.rollout.router.RequestLoadBalancer"
 _LAYERS = "transformers.models"
 
 TAKES = {
@@ -41,6 +42,15 @@ TAKES = {
     f"{_LAYERS}.llama.modeling_llama.LlamaAttention.forward": "hidden_states position_embeddings attention_mask",
     f"{_LAYERS}.llama.modeling_llama.LlamaDecoderLayer.__init__": "config layer_idx",
     f"{_LAYERS}.llama.modeling_llama.LlamaDecoderLayer.forward": "hidden_states past_key_values|cache",
+    # implemented, see rollout/router.py
+    f"{_BALANCER}.acquire_server": "request_id",
+    f"{_BALANCER}.release_server": "server_id request_id",
+    f"{_BALANCER}.add_servers": "servers",
+    f"{_BALANCER}.remove_servers": "server_ids",
+    **{f"{_BALANCER}.{name}": "" for name in ("require_acquire_fields", "require_release_fields")},
+    **{f"{_BALANCER}.{name}": "" for name in ("get_all_servers", "get_status", "get_total_inflight")},
+    f"{_BALANCER}.clear_sticky_cache": "",
+    "verl.workers.rollout.router.get_router_handle": "servers router_config_path",
     # patched, see upstream.py
     "verl.utils.config.validate_config": "config use_reference_policy use_critic",
     "verl.trainer.main_ppo.run_ppo": "config task_runner_class",
@@ -87,6 +97,7 @@ _NAMES_WITHIN = {
 _OPTIONAL = {
     "verl.trainer.ppo.v1.": "verl.trainer.ppo.v1",
     "verl.trainer.ppo.ray_trainer.": "verl.trainer.ppo.ray_trainer",
+    "verl.workers.rollout.router.": "cachetools",
     _VEOMNI: "veomni",
     _ROUTER: "veomni",
 }
