@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "verl_pg_plugin"
 LEVELS = (
-    {"issue", "layout", "packing", "upstream", "compat", "after_import"},
+    {"issue", "layout", "packing", "upstream", "compat", "after_import", "rollout"},
     {"attention"},
     {"mixers", "modalities", "architectures", "models", "cpu"},
     {"planning"},

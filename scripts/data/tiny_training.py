@@ -42,6 +42,6 @@ def tiny_overrides(device: str) -> list[str]:
         "++ray_kwargs.ray_init.include_dashboard=False",
         "++ray_kwargs.ray_init.address=local",
         # verl looks for finished responses every two seconds, longer than a step of this model.
-        "trainer.v1.sampler.custom_sampler.path=pkg://verl_pg_plugin.cpu.replay_buffer",
+        "trainer.v1.sampler.custom_sampler.path=pkg://verl_pg_plugin.rollout.replay_buffer",
         "trainer.v1.sampler.custom_sampler.name=prompt_replay_buffer",
     ]

@@ -91,8 +91,8 @@ import verl_pg_plugin
 from verl_pg_plugin import compat
 
 for module in pkgutil.walk_packages(verl_pg_plugin.__path__, "verl_pg_plugin."):
-    # of Triton, of V1 and of VeOmni
-    if not module.name.endswith(("__main__", "attention.segment_sum", "cpu.replay_buffer", "engine.veomni")):
+    others = "attention.segment_sum rollout.kernels rollout.shared_decode rollout.replay_buffer engine.veomni"
+    if not module.name.endswith(("__main__", *others.split())):  # of Triton, of vLLM, of V1 and of VeOmni
         importlib.import_module(module.name)
 print([path for path in compat.problems() if "trainer" in path])
 """

@@ -1,0 +1,169 @@
+"""Time generation by vLLM, stock and with shared decode, on random weights.
+
+    python scripts/bench_rollout.py --csv outputs/bench_rollout.csv
+    python scripts/bench_rollout.py --model-shape qwen3-8b --cases 8192,1024,8,8 agent:2048,256,128,10,8,4
+
+A case is P,R,n,prompts: prompt and response tokens, responses of a prompt, prompts that one engine gets at once; or
+agent:P,IN,OUT,TURNS,n,prompts: sessions that generate OUT tokens and are handed IN more, TURNS times. Each mode runs in
+a process of its own, one after the other on the same GPU, with CUDA graphs as verl's rollouts have them. Every case
+runs once to warm up and then ``--repeats`` times; seconds are medians. Prefill is the time to one token a request.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.common import environment, write_csv
+from benchmarks.shapes import SHAPES, config_of
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from verl_pg_plugin.rollout import SHARED_DECODE, register_with_vllm
+
+MODES = ("stock", "shared")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mode in one case; seconds are medians."""
+
+    case: str
+    mode: str
+    shape: str
+    prefill_s: float
+    total_s: float
+    total_min_s: float
+    total_max_s: float
+    tokens_per_s: float
+    speedup: float
+    device: str
+    driver: str
+    versions: str
+    commit: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-shape", choices=SHAPES, default="qwen3-4b")
+    parser.add_argument("--cases", nargs="+", default=["8192,1024,8,4", "300,1024,8,8"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.8)
+    parser.add_argument("--csv", type=Path, default=Path("outputs/bench_rollout.csv"))
+    parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        generate(args)
+        return
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for mode in args.modes:
+        child = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--child", mode], stdout=subprocess.PIPE, text=True, check=True
+        )
+        for line in child.stdout.splitlines():
+            if line.startswith('{"case"'):
+                result = json.loads(line)
+                seconds.setdefault((result["case"], mode), []).append((result["prefill"], result["total"]))
+    where, rows = environment(), []
+    for (case, mode), times in seconds.items():
+        prefill, total = (statistics.median(column) for column in zip(*times, strict=True))
+        first = statistics.median(total for _, total in seconds[case, args.modes[0]])
+        totals = [total for _, total in times]
+        rows.append(
+            Row(case, mode, args.model_shape, round(prefill, 3), round(total, 3), round(min(totals), 3),
+                round(max(totals), 3), round(num_generated(case) / total), round(first / total, 3), **where)
+        )  # fmt: skip
+        sys.stdout.write(f"{case} {mode}: {total:.2f} s, prefill {prefill:.2f} s, {first / total:.2f}x\n")
+    write_csv(rows, args.csv)
+
+
+def num_generated(case: str) -> int:
+    kind, _, numbers = case.rpartition(":")
+    if kind:
+        _, _, out, turns, n, prompts = map(int, numbers.split(","))
+        return out * turns * n * prompts
+    _, response, n, prompts = map(int, numbers.split(","))
+    return response * n * prompts
+
+
+def longest(case: str) -> tuple[int, int]:
+    """Tokens of the longest sequence, and requests at once."""
+    kind, _, numbers = case.rpartition(":")
+    if kind:
+        prompt, given, out, turns, n, prompts = map(int, numbers.split(","))
+        return prompt + turns * (given + out), n * prompts
+    prompt, response, n, prompts = map(int, numbers.split(","))
+    return prompt + response, n * prompts
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Run every case in this process and write a line of JSON for each repetition."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    register_with_vllm()
+    lengths, requests = zip(*map(longest, args.cases), strict=True)
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(args.model_shape)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        config.max_position_embeddings = max(lengths) + 16
+        config.save_pretrained(folder)
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=max(lengths) + 16,
+            max_num_seqs=max(requests),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enable_prefix_caching=True,
+            seed=0,
+            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]},
+            additional_config={SHARED_DECODE: args.child == "shared"},
+        )
+    random = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(100, config.vocab_size - 100, (count,), generator=random).tolist()
+
+    def run(requests: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
+        sampling = SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in requests], sampling, use_tqdm=False)
+        return time.perf_counter() - begin, [list(output.outputs[0].token_ids) for output in outputs]
+
+    for case in args.cases:
+        for repetition in range(args.repeats + 1):
+            kind, _, numbers = case.rpartition(":")
+            prefill = total = 0.0
+            if kind:
+                prompt, given, out, turns, n, prompts = map(int, numbers.split(","))
+                sessions = [list(ids) for ids in map(tokens, [prompt] * prompts) for _ in range(n)]
+                llm.reset_prefix_cache()
+                for _ in range(turns):
+                    seconds, replies = run(sessions, out)
+                    total += seconds
+                    sessions = [ids + reply + tokens(given) for ids, reply in zip(sessions, replies, strict=True)]
+            else:
+                prompt, response, n, prompts = map(int, numbers.split(","))
+                group = [ids for ids in map(tokens, [prompt] * prompts) for _ in range(n)]
+                llm.reset_prefix_cache()
+                prefill, _ = run(group, 1)
+                llm.reset_prefix_cache()
+                total, _ = run(group, response)
+            if repetition:
+                result: dict[str, Any] = {"case": case, "prefill": prefill, "total": total}
+                sys.stdout.write(json.dumps(result) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
