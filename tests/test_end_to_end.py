@@ -124,6 +124,7 @@ def test_sessions_with_a_sequence_per_turn_train_as_prefix_trees(tmp_path: Path)
         assert step["actor/prefix_grouper/verified_rows"] > 0
         assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 3, "all prompts begin alike"
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.1
+        assert step["prefix_grouper/rollout/servers_per_prompt"] == 1, "of two"
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ WRONG = [
     ("compile_layers", "maybe", "is neither auto nor a boolean; the values are auto, True and False without quotes"),
     ("compile_layers", 1, "is neither auto nor a boolean"),
     ("carry", "always", "is unknown; the values are auto, never"),
+    ("rollout", "on", "is unknown; the values are auto, off"),
+    ("rollout", False, "is unknown; the values are auto, off"),
     *(
         ("verify", value, "is unknown; the values are off, first and every_<number>")
         for value in ("always", True, "every_0", "every_", 50)

@@ -26,7 +26,10 @@ def test_five_groups_train_on_two_ranks_through_verls_own_entry_point(tmp_path: 
     assert_shared([step], least=5)
     assert step["prefix_grouper/balance/cut_groups"] == 1, "10 sequences a rank are two groups of four and a half"
     assert step["prefix_grouper/balance/slowest_over_mean"] < 1.05
+    assert step["prefix_grouper/rollout/servers_per_prompt"] == 1, "of two"
+    assert step["prefix_grouper/rollout/requests_per_group"] == 4
     shown = (tmp_path / "console.log").read_text()
+    assert "rollouts: routing by prompt is on; shared decode is off" in shown
     assert re.search(r"step 1/1: \d+\.\d% of tokens not computed, dedup ratio \d", shown), "what the step saved"
     assert "shared prefixes, mean over the run: " in shown, "the gain at the end"
 

@@ -19,6 +19,7 @@ from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import preflight
+from verl_pg_plugin.config.rollout import rollout_parts, summary
 from verl_pg_plugin.config.rules import engine_of
 from verl_pg_plugin.mixers.attention import attention_needs
 
@@ -56,6 +57,8 @@ def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
     if mode is Mode.PACKED and hf_config and engine.option("compile_layers") is not None:
         compiles, why = layer_compilation(engine)
         lines.append(Check(OK, "compiled layers", f"{'yes' if compiles else 'no'} ({why})"))
+    if mode.shares_prefixes:
+        lines.append(Check(OK, "rollouts", summary(rollout_parts(config))))
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
         lines.append(Check(WARN if issue.is_warning else FAIL, "settings", f"{issue.where}: {issue.why}", fix))

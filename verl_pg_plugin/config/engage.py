@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, STRATEGIES, USE_PREFIX_GROUPER, VEOMNI
 from verl_pg_plugin.config.preflight import check, logger, sharing_issues
+from verl_pg_plugin.config.rollout import engage_rollouts, rollout_parts, summary
 from verl_pg_plugin.issue import ConfigError
 
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp", f"{ACTOR}.{VEOMNI}", f"{REF}.{VEOMNI}")
@@ -29,6 +30,8 @@ def engage(config: DictConfig, *, from_ours: bool = False) -> None:
     add_sections(config)
     if from_ours or _asks(config):
         check(config, asks_verl=from_ours)
+        if _asks(config):
+            logger.info("verl_pg_plugin: rollouts: %s", summary(rollout_parts(config)))
     elif OPTIONS in config:
         logger.warning("verl_pg_plugin: options of ++%s do nothing without %s=True", OPTIONS, USE_PREFIX_GROUPER)
 
@@ -71,3 +74,5 @@ def add_sections(config: DictConfig) -> None:
                 del section["_target_"]
     with open_dict(config):
         config.merge_with(options, engines, users)
+        if OmegaConf.select(config, f"{OPTIONS}.rollout") == "auto":
+            engage_rollouts(config)

@@ -31,6 +31,8 @@ class PrefixGrouperOptions:
             for all of them.
         carry: auto lets the chunks of a split group read their prefix from a cache where that is cheaper; never
             computes it again in each.
+        rollout: auto routes the samples of a prompt to one server, lets vLLM read a shared prompt once for each step of
+            decode, and looks for finished responses every 0.1 s, each where it pays; off changes nothing in rollouts.
         verify: recompute two samples of live micro-batches alone, compare, and end the run where they differ: in none
             of them (off), in the first, or in every n-th (every_100).
         verify_tolerance: largest error per token, relative to its value where that exceeds 1; null for one that is
@@ -45,6 +47,7 @@ class PrefixGrouperOptions:
     compile_layers: bool | str = "auto"
     logits_chunk_size: int = 2048
     carry: str = "auto"
+    rollout: str = "auto"
     verify: str = "off"
     verify_tolerance: float | None = None
 
@@ -67,6 +70,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "attention_kernel": ATTENTION_KERNELS,
     "activations": ("auto", *(level.value for level in Level)),
     "carry": ("auto", "never"),
+    "rollout": ("auto", "off"),
 }
 """Options that take one of these."""
 

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
@@ -65,7 +66,15 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
     metrics["prefix_grouper/balance/slowest_over_mean"] = balance.slowest_over_mean
     metrics["prefix_grouper/balance/cut_groups"] = balance.num_cut_groups
     metrics[ESTIMATED_TOKENS] = balance.num_tokens / num_mini_batches
+    metrics.update(rollout_metrics(trainer))
     batch.reorder(balance.order.tolist() if is_v1 else torch.from_numpy(balance.order))
+
+
+def rollout_metrics(trainer: Any) -> dict[str, float]:
+    """Return what our router has counted since the last batch; empty with another router."""
+    managers = (getattr(trainer, f"{kind}_server_manager", None) for kind in ("standalone", "llm"))
+    router: Any = next((manager.global_load_balancer for manager in managers if manager is not None), None)
+    return dict(ray.get(router.take_metrics.remote())) if hasattr(router, "take_metrics") else {}
 
 
 def actor_flops(config: DictConfig) -> ModelFlops:

@@ -1,0 +1,137 @@
+"""Parts of the rollouts that a run gets, and what they write into its config."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from tests.config.config_support import compose_config
+from verl_pg_plugin.cli.overrides import run_lines
+from verl_pg_plugin.config import rollout
+from verl_pg_plugin.config.engage import engage
+from verl_pg_plugin.config.rollout import engage_rollouts, num_servers, rollout_parts, summary
+from verl_pg_plugin.rollout import SHARED_DECODE
+
+ROLLOUT = "actor_rollout_ref.rollout"
+BASE = (
+    "actor_rollout_ref.actor.use_prefix_grouper=True",
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.tensor_model_parallel_size=1",
+    f"{ROLLOUT}.n=8",
+    "trainer.n_gpus_per_node=8",
+    "data.train_batch_size=64",
+    "data.max_prompt_length=8192",
+)
+ROUTING, DECODE, SAMPLER = "routing by prompt", "shared decode", "no wait for the sampler"
+
+
+def config_of(*overrides: str) -> Any:
+    config = compose_config(*BASE, *overrides)
+    engage_rollouts(config)
+    return config
+
+
+def off(config: Any) -> dict[str, str]:
+    return {part.name: part.obstacle for part in rollout_parts(config) if part.obstacle}
+
+
+def test_a_run_on_several_servers_gets_all_parts() -> None:
+    config = config_of()
+    assert off(config) == {}
+    section = OmegaConf.select(config, ROLLOUT)
+    assert Path(section.router_config_path).name == "router.yaml"
+    assert Path(section.router_config_path).is_file()
+    assert section.engine_kwargs.vllm.additional_config == {SHARED_DECODE: True}
+    assert config.trainer.v1.sampler.custom_sampler.name == "prompt_replay_buffer"
+
+
+def test_engaging_twice_changes_nothing() -> None:
+    config = config_of()
+    again = config.copy()
+    engage_rollouts(again)
+    assert again == config
+
+
+def test_vllm_gets_the_switch_as_json() -> None:
+    """verl writes a dict as JSON, and anything else as text that vLLM cannot parse."""
+    section = omega_conf_to_dataclass(config_of().actor_rollout_ref.rollout)
+    value = section.engine_kwargs["vllm"]["additional_config"]
+    assert isinstance(value, dict)
+    assert json.loads(json.dumps(value)) == {SHARED_DECODE: True}
+
+
+@pytest.mark.parametrize(
+    ("override", "part", "cause"),
+    [
+        (f"{ROLLOUT}.router_config_path=mine.yaml", ROUTING, "mine.yaml"),
+        (f"{ROLLOUT}.full_determinism=True", ROUTING, "full_determinism=True"),
+        ("trainer.n_gpus_per_node=1", ROUTING, "there is one server"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=8", ROUTING, "there is one server"),
+        (f"{ROLLOUT}.name=sglang", ROUTING, "it pays with shared decode"),
+        (f"{ROLLOUT}.name=sglang", DECODE, "name=sglang"),
+        (f"{ROLLOUT}.full_determinism=True", DECODE, "full_determinism=True"),
+        (f"{ROLLOUT}.enforce_eager=True", DECODE, "enforce_eager=True"),
+        (f"{ROLLOUT}.enable_prefix_caching=False", DECODE, "enable_prefix_caching=False"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.attention_backend=FLASHINFER", DECODE, "attention_backend=FLASHINFER"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.{SHARED_DECODE}=False", DECODE, f"{SHARED_DECODE}=False"),
+        (f"{ROLLOUT}.n=1", DECODE, "share at most 0 prompt tokens"),
+        ("data.max_prompt_length=300", DECODE, "share at most 16,800 prompt tokens"),
+        ("trainer.use_v1=False", SAMPLER, "use_v1=False"),
+        ("trainer.v1.sampler.custom_sampler.name=Mine", SAMPLER, "name=Mine"),
+        ("trainer.v1.sampler.sync_refill_failed_groups=True", SAMPLER, "sync_refill_failed_groups=True"),
+        ("algorithm.filter_groups.enable=True", SAMPLER, "filter_groups.enable=True"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_left_out_with_its_cause(override: str, part: str, cause: str) -> None:
+    config = compose_config(*BASE, override)
+    before = config.copy()
+    engage_rollouts(config)
+    assert cause in off(config)[part]
+    settings = next(each.settings for each in rollout_parts(config) if each.name == part)
+    for key in settings:
+        assert OmegaConf.select(config, key) == OmegaConf.select(before, key)
+
+
+def test_a_switch_of_the_users_is_kept_where_the_prompts_are_short() -> None:
+    switch = f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.{SHARED_DECODE}=True"
+    assert DECODE not in off(config_of("data.max_prompt_length=300", switch))
+
+
+def test_other_keys_of_additional_config_stay() -> None:
+    config = config_of(f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.mine=7")
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config == {"mine": 7, SHARED_DECODE: True}
+
+
+def test_other_versions_of_vllm_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "version", lambda name: "0.23.1")
+    assert "vllm 0.23.1" in off(config_of())[DECODE]
+    monkeypatch.setattr(rollout, "version", lambda name: "0.24.1")
+    assert DECODE not in off(config_of())
+
+
+def test_servers_are_counted_by_their_gpus() -> None:
+    assert num_servers(config_of()) == 8
+    assert num_servers(config_of("trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=4")) == 4
+    assert num_servers(config_of(f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2")) == 2
+    assert num_servers(config_of("trainer.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=8")) == 1
+
+
+def test_off_leaves_rollouts_alone() -> None:
+    option = "++prefix_grouper.rollout=off"
+    config = compose_config(*BASE, option)
+    assert set(off(config).values()) == {option}
+    assert OmegaConf.select(config, f"{ROLLOUT}.router_config_path") is None
+    assert not config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert summary(rollout_parts(config)).startswith(f"{ROUTING} is off ({option}); {DECODE} is off")
+
+
+def test_the_log_and_the_doctor_say_which_parts_are_on(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = compose_config(*BASE, f"actor_rollout_ref.model.path={checkpoint}", f"{ROLLOUT}.enforce_eager=True")
+    with caplog.at_level("INFO"):
+        engage(config)
+    line = f"{DECODE} is off ({ROLLOUT}.enforce_eager=True); {SAMPLER} is on"
+    assert line in caplog.text
+    assert any(line in check.text for check in run_lines(config, asks_verl=False) if check.what == "rollouts")

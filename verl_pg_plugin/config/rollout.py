@@ -1,0 +1,116 @@
+"""Which parts of ``rollout/`` a run gets, by what its config says, and what they add to that config."""
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from typing import NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_pg_plugin.config.keys import OPTIONS, ROLLOUT, count_of
+from verl_pg_plugin.rollout import SHARED_DECODE, VLLM_VERSIONS
+
+ROLLOUT_OPTION = f"++{OPTIONS}.rollout"
+ROUTER, SAMPLER = f"{ROLLOUT}.router_config_path", "trainer.v1.sampler"
+ROUTER_FILE = str(files("verl_pg_plugin.rollout") / "router.yaml")
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+MIN_SHARED_TOKENS = 24_000
+"""Reads of prompt tokens that the samples of a server's prompts must save in a step of decode before it pays: twice
+what its kernels cost for a 4B model on one H200."""
+
+
+class Part(NamedTuple):
+    """A part of the rollouts: its name, why the run does not get it (empty if it does), and what it sets."""
+
+    name: str
+    obstacle: str
+    settings: dict[str, object]
+
+
+def rollout_parts(config: DictConfig) -> list[Part]:
+    """Return every part, for a config before or after ``engage_rollouts``."""
+    sampler = {"path": "pkg://verl_pg_plugin.rollout.replay_buffer", "name": "prompt_replay_buffer"}
+    parts = [
+        Part("routing by prompt", _routing_obstacle(config), {ROUTER: ROUTER_FILE}),
+        Part("shared decode", _decode_obstacle(config), {f"{VLLM}.additional_config.{SHARED_DECODE}": True}),
+        Part(
+            "no wait for the sampler",
+            _sampler_obstacle(config, sampler["name"]),
+            {f"{SAMPLER}.custom_sampler.{key}": value for key, value in sampler.items()},
+        ),
+    ]
+    option = OmegaConf.select(config, f"{OPTIONS}.rollout")
+    return [part if option == "auto" else part._replace(obstacle=f"{ROLLOUT_OPTION}={option}") for part in parts]
+
+
+def engage_rollouts(config: DictConfig) -> None:
+    """Add the settings of all parts that the run gets, in place; again changes nothing."""
+    for part in rollout_parts(config):
+        if not part.obstacle:
+            for key, value in part.settings.items():
+                OmegaConf.update(config, key, value, force_add=True)
+
+
+def summary(parts: list[Part]) -> str:
+    """Return one line for the log."""
+    return "; ".join(f"{part.name} is {f'off ({part.obstacle})' if part.obstacle else 'on'}" for part in parts)
+
+
+def num_servers(config: DictConfig) -> int:
+    """Return how many rollout servers a run has, at least 1."""
+    nodes = count_of(config, f"{ROLLOUT}.nnodes") or count_of(config, "trainer.nnodes")
+    sizes = [count_of(config, f"{ROLLOUT}.{kind}_parallel_size") for kind in ("tensor_model", "data", "pipeline_model")]
+    gpus = nodes * count_of(config, f"{ROLLOUT}.n_gpus_per_node")
+    for size in sizes:
+        gpus //= max(size, 1)
+    return max(gpus, 1)
+
+
+def _routing_obstacle(config: DictConfig) -> str:
+    if (path := OmegaConf.select(config, ROUTER)) not in (None, ROUTER_FILE):
+        return f"{ROUTER}={path}"
+    if OmegaConf.select(config, f"{ROLLOUT}.full_determinism"):
+        return f"{ROLLOUT}.full_determinism=True"
+    if num_servers(config) == 1:
+        return "there is one server"
+    # Where each sample reads the prompt in every step, even servers are worth as much as fewer prefills.
+    on_cpu = OmegaConf.select(config, f"{ROLLOUT}.name") == "hf"
+    return "" if on_cpu or not _decode_obstacle(config) else "it pays with shared decode"
+
+
+def _decode_obstacle(config: DictConfig) -> str:
+    def of_rollout(key: str) -> object:
+        return OmegaConf.select(config, f"{ROLLOUT}.{key}")
+
+    if of_rollout(f"engine_kwargs.vllm.additional_config.{SHARED_DECODE}") is True:
+        return ""
+    n, prompts = count_of(config, f"{ROLLOUT}.n"), -(-count_of(config, "data.train_batch_size") // num_servers(config))
+    saved = max(n - 1, 0) * prompts * count_of(config, "data.max_prompt_length")
+    supported = {"name": "vllm", "full_determinism": False, "enforce_eager": False, "enable_prefix_caching": True}
+    for key, value in supported.items():
+        if of_rollout(key) != value:
+            return f"{ROLLOUT}.{key}={of_rollout(key)}"
+    for key in ("attention_backend", "attention_config", f"additional_config.{SHARED_DECODE}"):
+        if (value := of_rollout(f"engine_kwargs.vllm.{key}")) is not None:
+            return f"{VLLM}.{key}={value}"
+    try:
+        if (installed := version("vllm")) not in VLLM_VERSIONS:
+            return f"vllm {installed} is outside of {VLLM_VERSIONS}"
+    except PackageNotFoundError:
+        pass  # workers look for themselves
+    if saved < MIN_SHARED_TOKENS:
+        return f"a server's samples share at most {saved:,} prompt tokens, and {MIN_SHARED_TOKENS:,} pay"
+    return ""
+
+
+def _sampler_obstacle(config: DictConfig, ours: str) -> str:
+    if not OmegaConf.select(config, "trainer.use_v1"):
+        return "trainer.use_v1=False: V0 does not wait"
+    if (name := OmegaConf.select(config, f"{SAMPLER}.custom_sampler.name")) not in (None, ours):
+        return f"{SAMPLER}.custom_sampler.name={name}"
+    # verl hands these to its own sampler only.
+    for key in ("algorithm.filter_groups.enable", f"{SAMPLER}.sync_refill_failed_groups"):
+        if OmegaConf.select(config, key):
+            return f"{key}=True"
+    # A trainer that lends its GPUs takes waits above the interval for idle time.
+    hybrid = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
+    return f"{hybrid}=True" if OmegaConf.select(config, hybrid) else ""
