@@ -65,13 +65,16 @@ def main() -> None:
         return
     seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for mode in args.modes:
-        child = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--child", mode], stdout=subprocess.PIPE, text=True, check=True
-        )
-        for line in child.stdout.splitlines():
-            if line.startswith('{"case"'):
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", mode]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            for line in filter(lambda line: line.startswith('{"case"'), child.stdout):
+                sys.stdout.write(f"{mode} {line}")  # what a run that is ended has measured
+                sys.stdout.flush()
                 result = json.loads(line)
                 seconds.setdefault((result["case"], mode), []).append((result["prefill"], result["total"]))
+        if child.returncode:
+            raise SystemExit(f"{mode} ended with exit code {child.returncode}")
     where, rows = environment(), []
     for (case, mode), times in seconds.items():
         prefill, total = (statistics.median(column) for column in zip(*times, strict=True))
