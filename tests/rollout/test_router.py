@@ -207,17 +207,6 @@ def test_token_ids_are_equal_in_any_container() -> None:
     assert len(set(names)) == 1
 
 
-def test_with_full_determinism_the_request_id_selects_the_server_as_in_verls_router(monkeypatch: Any) -> None:
-    monkeypatch.setenv("VERL_FULL_DETERMINISM", "1")
-    verls = GlobalRequestLoadBalancer({f"s{rank}": None for rank in range(4)}, full_determinism=True)
-    ours = make_router(4)
-    names = [f"det-{priority}" for priority in range(64)]
-    expected = {name: verls.acquire_server(name)[0] for name in names}
-    shuffled = random.Random(0).sample(names, len(names))
-    assert {name: ours.acquire_server(name, prompt_ids=A)[0] for name in shuffled} == expected
-    assert len(set(expected.values())) == 4
-
-
 def test_the_yaml_in_the_package_names_a_class_that_has_verls_protocol() -> None:
     path = Path(compat.__file__).parent / "rollout/router.yaml"
     named = load_class_from_fqn(_load_router_yaml(str(path))["router_class"], "router")

@@ -1,4 +1,4 @@
-"""Which parts of ``rollout/`` a run gets, by what its config says, and what they add to that config."""
+"""Decide from a run's config which parts of ``rollout/`` it gets, and add their settings to the config."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -16,6 +16,12 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 MIN_SHARED_TOKENS = 24_000
 """Reads of prompt tokens that the samples of a server's prompts must save in a step of decode before it pays: twice
 what its kernels cost for a 4B model on one H200."""
+
+UNSUPPORTED = (
+    *("attention_backend", "attention_config", "kv_cache_dtype", "speculative_config", "decode_context_parallel_size"),
+    *("data_parallel_size", "compilation_config.cudagraph_mode"),
+)
+"""Keys of vLLM with which decode does not share, whatever they say but their defaults."""
 
 
 class Part(NamedTuple):
@@ -72,31 +78,38 @@ def _routing_obstacle(config: DictConfig) -> str:
         return f"{ROLLOUT}.full_determinism=True"
     if num_servers(config) == 1:
         return "there is one server"
-    # Where each sample reads the prompt in every step, even servers are worth as much as fewer prefills.
+    # Where each sample reads the prompt in every step, an even load is worth as much as fewer prefills.
     on_cpu = OmegaConf.select(config, f"{ROLLOUT}.name") == "hf"
     return "" if on_cpu or not _decode_obstacle(config) else "it pays with shared decode"
 
 
 def _decode_obstacle(config: DictConfig) -> str:
-    def of_rollout(key: str) -> object:
-        return OmegaConf.select(config, f"{ROLLOUT}.{key}")
-
-    if of_rollout(f"engine_kwargs.vllm.additional_config.{SHARED_DECODE}") is True:
-        return ""
-    n, prompts = count_of(config, f"{ROLLOUT}.n"), -(-count_of(config, "data.train_batch_size") // num_servers(config))
-    saved = max(n - 1, 0) * prompts * count_of(config, "data.max_prompt_length")
-    supported = {"name": "vllm", "full_determinism": False, "enforce_eager": False, "enable_prefix_caching": True}
-    for key, value in supported.items():
-        if of_rollout(key) != value:
-            return f"{ROLLOUT}.{key}={of_rollout(key)}"
-    for key in ("attention_backend", "attention_config", f"additional_config.{SHARED_DECODE}"):
-        if (value := of_rollout(f"engine_kwargs.vllm.{key}")) is not None:
+    if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) != "vllm":
+        return f"{ROLLOUT}.name={name}"
+    # What vLLM gets: its own section comes last.
+    for key, supported in {"full_determinism": False, "enforce_eager": False, "enable_prefix_caching": True}.items():
+        section = ROLLOUT if OmegaConf.select(config, f"{VLLM}.{key}") is None else VLLM
+        if (value := OmegaConf.select(config, f"{section}.{key}")) != supported:
+            return f"{section}.{key}={value}"
+    for key in UNSUPPORTED:
+        if (value := OmegaConf.select(config, f"{VLLM}.{key}")) not in (None, 1, "auto"):
             return f"{VLLM}.{key}={value}"
+    additional = OmegaConf.select(config, f"{VLLM}.additional_config")
+    if additional is not None and not isinstance(additional, DictConfig):
+        return f"{VLLM}.additional_config={additional} is no mapping"
+    if additional is not None and (switch := additional.get(SHARED_DECODE)) is not None:
+        return "" if switch else f"{VLLM}.additional_config.{SHARED_DECODE}={switch}"
+    if count_of(config, f"{ROLLOUT}.data_parallel_size") > 1:
+        return f"{ROLLOUT}.data_parallel_size={count_of(config, f'{ROLLOUT}.data_parallel_size')}"
     try:
         if (installed := version("vllm")) not in VLLM_VERSIONS:
             return f"vllm {installed} is outside of {VLLM_VERSIONS}"
     except PackageNotFoundError:
-        pass  # workers look for themselves
+        pass  # workers may have it
+    n, batch = count_of(config, f"{ROLLOUT}.n"), count_of(config, "data.train_batch_size")
+    if not batch:
+        return "data.train_batch_size does not say how many prompts a server gets"
+    saved = max(n - 1, 0) * -(-batch // num_servers(config)) * count_of(config, "data.max_prompt_length")
     if saved < MIN_SHARED_TOKENS:
         return f"a server's samples share at most {saved:,} prompt tokens, and {MIN_SHARED_TOKENS:,} pay"
     return ""

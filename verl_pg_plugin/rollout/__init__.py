@@ -1,7 +1,5 @@
 """Rollouts that share prompts: a router, decode that reads a shared prefix once, and a sampler that does not wait."""
 
-from importlib.metadata import version
-
 from packaging.specifiers import SpecifierSet
 
 SHARED_DECODE = "verl_pg_plugin_shared_decode"
@@ -13,10 +11,13 @@ VLLM_VERSIONS = SpecifierSet(">=0.24,<0.25")
 def register_with_vllm() -> None:
     """Let vLLM build our backend in place of its FlashAttention one; vLLM calls this in each of its processes.
 
-    Without ``SHARED_DECODE`` in the engine's ``additional_config`` it computes what vLLM's own computes. A backend of
-    somebody else is left alone, and so are other versions of vLLM.
+    Without ``SHARED_DECODE`` in the engine's ``additional_config`` our backend runs vLLM's own code. Other platforms,
+    other versions of vLLM and a backend that somebody else has registered are left alone.
     """
+    import vllm
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if version("vllm") in VLLM_VERSIONS and not AttentionBackendEnum.FLASH_ATTN.is_overridden():
+    supported = current_platform.is_cuda() and vllm.__version__ in VLLM_VERSIONS
+    if supported and not AttentionBackendEnum.FLASH_ATTN.is_overridden():
         register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.shared_decode.SharedDecodeBackend")

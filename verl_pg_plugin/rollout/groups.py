@@ -59,7 +59,7 @@ def find_groups(
 
     # A token that is computed now is in no shared block.
     is_full = column < ((seq_lens - 1).clamp(min=0) // block_size)[:, None]
-    counter = torch.where(is_full, block_table, 0).long() % NUM_COUNTERS
+    counter = torch.where(is_full, block_table, row[:, None] * M + column).long() % NUM_COUNTERS  # spreads zeros
     uses = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=block_table.device)
     uses = uses.scatter_add(0, counter.flatten(), is_full.flatten().int())
     depth = torch.where((uses[counter] > 1) & is_full, M, column).amin(1)

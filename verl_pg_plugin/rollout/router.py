@@ -4,7 +4,6 @@ verl's own router sends each new request to the server with the fewest requests,
 This one implements the same protocol, ``verl.workers.rollout.router.RequestLoadBalancer``.
 """
 
-import os
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -66,8 +65,8 @@ class Server:
 class PromptRouter:
     """Sends a known request id to its server, and a new one to a home of its prompt or to the least loaded server.
 
-    Homes are the servers that prefilled a prompt. They are forgotten whenever no request is in flight: only then do
-    weights change, which empties prefix caches. With ``full_determinism`` a request id selects the server, as in verl.
+    Homes are the servers that prefilled a prompt. They are forgotten whenever no request is in flight: a synchronous
+    trainer changes weights then, which empties prefix caches. Images are no part of a prompt's key.
     """
 
     def __init__(self, servers: dict[str, Any], yaml_config: dict[str, Any]) -> None:
@@ -76,8 +75,6 @@ class PromptRouter:
         self._prompt_of: LRUCache[Hashable, Prompt] = LRUCache(CACHE_SIZE)  # by request id
         self._homes: LRUCache[Prompt, set[Server]] = LRUCache(CACHE_SIZE)
         self._counts: Counter[str] = Counter()  # since ``take_metrics``
-        # verl passes the flag to its own router only, but sets this variable in every process.
-        self._full_determinism = os.getenv("VERL_FULL_DETERMINISM", "0") == "1"
         self.add_servers(servers)
 
     def require_acquire_fields(self) -> list[str]:
@@ -94,18 +91,16 @@ class PromptRouter:
         prompt = self._prompt_of.setdefault(request_id, Prompt.of(prompt_ids))
         server = self._server_of.get(request_id)
         if server is None or self._servers.get(server.name) is not server:
-            server = self._server_of[request_id] = self._place(request_id, prompt)
+            server = self._server_of[request_id] = self._choose(prompt)
         self._homes.setdefault(prompt, set()).add(server)
         server.start(request_id, prompt)
         return server.name, server.handle
 
-    def _place(self, request_id: Hashable, prompt: Prompt) -> Server:
+    def _choose(self, prompt: Prompt) -> Server:
         """Return the server of a new request, and count the tokens that it prefills."""
         servers, known = list(self._servers.values()), self._homes.get(prompt, ())
         chosen = least = min(servers, key=lambda server: server.load)
-        if self._full_determinism:
-            chosen = servers[hash(request_id) % len(servers)]
-        elif homes := [server for server in servers if server in known]:
+        if homes := [server for server in servers if server in known]:
             home = min(homes, key=lambda server: server.load)
             if home.load - least.load <= prompt.tokens + GROUP_SEQUENCES * SEQUENCE_TOKENS:
                 chosen = home

@@ -1,8 +1,8 @@
 """vLLM's FlashAttention backend, in which decode reads the prefix that requests share once for each group of them.
 
 In a decode batch ``kernels.attend_prefixes`` reads each group's prefix once, FlashAttention 3 attends to the rest of
-each request, and ``kernels.merge_splits`` joins both. The first layer of a step finds groups from block tables
-(``groups.find_groups``), within vLLM's CUDA graph. All other batches run as in vLLM.
+each request, and ``kernels.merge_splits`` joins both. The first layer of a step computes groups from block
+tables (``groups.find_groups``), within vLLM's CUDA graph. All other batches run as in vLLM.
 
 vLLM builds this backend where it would build its own FlashAttention (``rollout.register_with_vllm``), and it shares
 where the engine's ``additional_config`` says so.
@@ -49,20 +49,18 @@ class SharedDecodeBackend(FlashAttentionBackend):
 
 @dataclass(kw_only=True)
 class SharedDecodeMetadata(FlashAttentionMetadata):
-    """Metadata of a decode batch whose groups its first layer finds."""
+    """Metadata of a decode batch; its first layer computes the groups."""
 
     builder: "SharedDecodeBuilder"
     batch: CommonAttentionMetadata
 
     @cached_property
-    def shared(self) -> tuple[Groups, FlashAttentionMetadata, Partials]:
-        """Groups, metadata of the rest of each request, and room for attention to prefixes."""
+    def shared(self) -> tuple[Groups, FlashAttentionMetadata]:
+        """Groups, and metadata of the rest of each request."""
         return self.builder.lay_out(self.batch)
 
 
 class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
-    supports_update_block_table = False  # groups come from the block table
-
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         """A graph of ours is one of decode batches; all else runs as in vLLM's piecewise graphs."""
@@ -72,16 +70,22 @@ class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.obstacle = obstacle_in_config(vllm_config) or obstacle_in_layers(vllm_config, layer_names)
-        self.max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
-        self.num_programs = -(-2 * torch.cuda.get_device_properties(device).multi_processor_count // self.num_heads_kv)
-        self.requests_per_tile = BLOCK_M // (self.num_heads_q // self.num_heads_kv)
-        self.token_bytes = 2 * self.num_heads_kv * self.headdim * self.kv_cache_dtype.itemsize
-        self.stream = torch.cuda.Stream(device)
-        self.find_groups = torch.compile(find_groups, dynamic=True, fullgraph=True)
-        if asks_for_shared_decode(vllm_config):
+        H, G, D = self.num_heads_q, self.num_heads_kv, self.headdim
+        self.obstacle = obstacle_in_config(vllm_config) or obstacle_in_layers(vllm_config, layer_names, (H, G, D))
+        if requests_shared_decode(vllm_config):
             state = f"off: {self.obstacle}" if self.obstacle else "on"
             logger.info("shared decode of %d layers is %s", len(layer_names), state)
+        self.supports_update_block_table = bool(self.obstacle)  # groups come from the block table
+        if self.obstacle:
+            return
+        self.max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self.num_programs = -(-2 * torch.cuda.get_device_properties(device).multi_processor_count // G)
+        self.requests_per_tile = BLOCK_M // (H // G)
+        self.min_saved_tokens = MIN_SAVED_BYTES // (2 * G * D * self.kv_cache_dtype.itemsize)
+        self.stream = torch.cuda.Stream(device)
+        self.find_groups = torch.compile(find_groups, dynamic=True, fullgraph=True)
+        S = max_splits(self.max_requests, self.num_programs, self.requests_per_tile)
+        self.partials = Partials(torch.empty(S, H, D, device=device), torch.empty(S, H, device=device))
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """vLLM's own sharing, of one prefix of the whole batch, runs without CUDA graphs."""
@@ -92,25 +96,22 @@ class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         batch = common_attn_metadata
         metadata = super().build(common_prefix_len, batch, fast_build)
-        if self.obstacle or batch.max_query_len > 1 or batch.num_reqs == 1 or fast_build:
+        if self.obstacle or batch.max_query_len > 1 or batch.num_reqs == 1:
             return metadata
         return SharedDecodeMetadata(**vars(metadata), builder=self, batch=batch)
 
-    def lay_out(self, batch: CommonAttentionMetadata) -> tuple[Groups, FlashAttentionMetadata, Partials]:
-        R, M = batch.num_reqs, -(-batch.max_seq_len // self.block_size)
+    def lay_out(self, batch: CommonAttentionMetadata) -> tuple[Groups, FlashAttentionMetadata]:
+        """Return groups, and metadata of the rest of each request. The shapes are those of the CUDA graph."""
         groups, rest_lens, rest_blocks = self.find_groups(
-            batch.block_table_tensor[:R, :M],
-            batch.seq_lens[:R],
+            batch.block_table_tensor[: batch.num_reqs],
+            batch.seq_lens[: batch.num_reqs],
             self.block_size,
             requests_per_tile=self.requests_per_tile,
             tile_tokens=BLOCK_N,
             num_programs=self.num_programs,
-            min_saved_tokens=MIN_SAVED_BYTES // self.token_bytes,
+            min_saved_tokens=self.min_saved_tokens,
         )
-        rest = super().build(0, batch.replace(seq_lens=rest_lens, block_table_tensor=rest_blocks))
-        S, H = max_splits(R, self.num_programs, self.requests_per_tile), self.num_heads_q
-        room = (torch.empty(S, H, *last, device=self.device) for last in ((self.headdim,), ()))
-        return groups, rest, Partials(*room)
+        return groups, super().build(0, batch.replace(seq_lens=rest_lens, block_table_tensor=rest_blocks))
 
 
 class SharedDecodeImpl(FlashAttentionImpl):
@@ -121,11 +122,11 @@ class SharedDecodeImpl(FlashAttentionImpl):
         if not isinstance(attn_metadata, SharedDecodeMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more)
         key_cache, value_cache = map(canonicalize_singleton_dim_strides, kv_cache.unbind(1))
-        (groups, rest, partials), builder = attn_metadata.shared, attn_metadata.builder
+        (groups, rest), builder = attn_metadata.shared, attn_metadata.builder
         builder.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(builder.stream):
             attend_prefixes(
-                query, key_cache, value_cache, attn_metadata.block_table, groups, partials, scale=self.scale,
+                query, key_cache, value_cache, attn_metadata.block_table, groups, builder.partials, scale=self.scale,
                 softcap=self.logits_soft_cap, num_programs=builder.num_programs, max_requests=builder.max_requests,
             )  # fmt: skip
         n = attn_metadata.num_actual_tokens
@@ -137,11 +138,11 @@ class SharedDecodeImpl(FlashAttentionImpl):
             fa_version=self.vllm_flash_attn_version, return_softmax_lse=True,
         )  # fmt: skip
         torch.cuda.current_stream().wait_stream(builder.stream)
-        merge_splits(output, lse_HR, groups, partials)
+        merge_splits(output, lse_HR, groups, builder.partials)
         return output
 
 
-def asks_for_shared_decode(config: VllmConfig) -> bool:
+def requests_shared_decode(config: VllmConfig) -> bool:
     return isinstance(config.additional_config, dict) and bool(config.additional_config.get(SHARED_DECODE))
 
 
@@ -149,10 +150,11 @@ def obstacle_in_config(config: VllmConfig) -> str:
     """Return why no layer of an engine shares decode, or an empty string."""
     cache = config.cache_config
     obstacles = {
-        "it is not asked for": not asks_for_shared_decode(config),
+        "not requested": not requests_shared_decode(config),
         "enable_prefix_caching=False": not cache.enable_prefix_caching,
         "no full CUDA graphs": not config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
+        "vLLM's V1 model runner, which is untested": not config.use_v2_model_runner,
         "speculative decoding": config.speculative_config is not None,
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "micro-batches of vLLM (DBO)": config.parallel_config.use_ubatching,
@@ -161,8 +163,8 @@ def obstacle_in_config(config: VllmConfig) -> str:
     return next((why for why, is_so in obstacles.items() if is_so), "")
 
 
-def obstacle_in_layers(config: VllmConfig, names: list[str]) -> str:
-    """Return why these layers do not share decode, or an empty string."""
+def obstacle_in_layers(config: VllmConfig, names: list[str], heads: tuple[int, int, int]) -> str:
+    """Return why these layers do not share decode, or an empty string. ``heads``: (H, G, D) of the model's config."""
     for layer in get_layers_from_vllm_config(config, Attention, names).values():
         impl = layer.impl
         obstacles = {
@@ -170,6 +172,7 @@ def obstacle_in_layers(config: VllmConfig, names: list[str]) -> str:
             f"attention type {impl.attn_type}": impl.attn_type != AttentionType.DECODER,
             "ALiBi": impl.alibi_slopes is not None,
             f"FlashAttention {impl.vllm_flash_attn_version}, not 3": impl.vllm_flash_attn_version != 3,
+            "its own number of heads": (impl.num_heads, impl.num_kv_heads, impl.head_size) != heads,
             "more than 64 query heads for each key/value head": impl.num_queries_per_kv > BLOCK_M,
         }
         if why := next((why for why, is_so in obstacles.items() if is_so), ""):

@@ -73,7 +73,8 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
 def rollout_metrics(trainer: Any) -> dict[str, float]:
     """Return what our router has counted since the last batch; empty with another router."""
     managers = (getattr(trainer, f"{kind}_server_manager", None) for kind in ("standalone", "llm"))
-    router: Any = next((manager.global_load_balancer for manager in managers if manager is not None), None)
+    routers = (getattr(manager, "global_load_balancer", None) for manager in managers if manager is not None)
+    router: Any = next(routers, None)
     return dict(ray.get(router.take_metrics.remote())) if hasattr(router, "take_metrics") else {}
 
 
