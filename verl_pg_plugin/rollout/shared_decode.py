@@ -154,7 +154,6 @@ def obstacle_in_config(config: VllmConfig) -> str:
         "enable_prefix_caching=False": not cache.enable_prefix_caching,
         "no full CUDA graphs": not config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
-        "vLLM's V1 model runner, which is untested": not config.use_v2_model_runner,
         "speculative decoding": config.speculative_config is not None,
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "micro-batches of vLLM (DBO)": config.parallel_config.use_ubatching,
