@@ -129,7 +129,7 @@ def generate(args: argparse.Namespace) -> None:
             gpu_memory_utilization=args.gpu_memory_utilization,
             enable_prefix_caching=True,
             seed=0,
-            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]},
+            compilation_config={"cudagraph_capture_sizes": sorted({1, 2, 4, 8, 16, 32, 64, *requests})},
             additional_config={SHARED_DECODE: args.child == "shared"},
         )
     random = torch.Generator().manual_seed(1)

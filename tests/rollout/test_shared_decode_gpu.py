@@ -1,8 +1,11 @@
 """Shared decode inside of vLLM: the op against float64, and log-probs of generated tokens against float32."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -103,34 +106,33 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+@contextmanager
+def engine(checkpoint: Path, shared: bool, runner: str, **options: Any) -> Iterator[Any]:
     """Run vLLM in this process, as verl configures it but without compiled layers, until the block ends."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER=str(int(runner == "V2")))
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
 
-    @contextmanager
-    def engine(shared: bool, **options: Any) -> Iterator[Any]:
-        register_with_vllm()
-        llm = LLM(
-            str(checkpoint), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, max_num_seqs=64, seed=0,
-            enable_prefix_caching=True, additional_config={SHARED_DECODE: shared}, gpu_memory_utilization=0.3,
-            compilation_config={
-                "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]
-            },
-            **options,
-        )  # fmt: skip
-        yield llm
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
+    register_with_vllm()
+    llm = LLM(
+        str(checkpoint), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, max_num_seqs=64, seed=0,
+        enable_prefix_caching=True, additional_config={SHARED_DECODE: shared}, gpu_memory_utilization=0.3,
+        compilation_config={
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]
+        },
+        **options,
+    )  # fmt: skip
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
 
-    return engine
+
+def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what the function returns. A process can start one engine with sleep mode only."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def errors(llm: Any, checkpoint: Path, n: int = 8, prompts: int = 4, seed: int = 0) -> torch.Tensor:
-    """Generate and return how far each token's log-prob is from that of a float32 model."""
+    """Generate and return the difference of each token's log-prob from that of a float32 model."""
     from transformers import Qwen3ForCausalLM
     from vllm import SamplingParams
 
@@ -145,7 +147,7 @@ def errors(llm: Any, checkpoint: Path, n: int = 8, prompts: int = 4, seed: int =
                 for k, m in enumerate(lengths)]  # fmt: skip
     outputs = llm.generate(requests, sampling, use_tqdm=False)
     model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda()
-    found = []
+    differences = []
     for output in outputs:
         reply = output.outputs[0]
         tokens = torch.tensor([[*output.prompt_token_ids, *reply.token_ids]]).cuda()
@@ -153,21 +155,12 @@ def errors(llm: Any, checkpoint: Path, n: int = 8, prompts: int = 4, seed: int =
             logits = model(tokens, logits_to_keep=len(reply.token_ids) + 1).logits[0, :-1]
         exact = logits.log_softmax(-1).gather(1, tokens[0, -len(reply.token_ids) :, None])[:, 0].cpu()
         got = [logprobs[token].logprob for token, logprobs in zip(reply.token_ids, reply.logprobs, strict=True)]
-        found.append(torch.tensor(got) - exact)
-    return torch.cat(found)
+        differences.append(torch.tensor(got) - exact)
+    return torch.cat(differences)
 
 
-def load_weights(llm: Any, checkpoint: Path) -> None:
-    """Load a checkpoint into a running engine, as a trainer does after each step."""
-    from safetensors.torch import load_file
-
-    llm.apply_model(lambda model: model.load_weights(load_file(checkpoint / "model.safetensors").items()))
-    llm.reset_prefix_cache()
-
-
-def test_preempted_requests_match_stock_vllm(
-    engine: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def errors_with_preemption(checkpoint: Path, shared: bool) -> tuple[torch.Tensor, int]:
+    """Return errors, and how often vLLM preempted a request."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempted, preempt = [], Scheduler._preempt_request
@@ -176,46 +169,79 @@ def test_preempted_requests_match_stock_vllm(
         preempted.append(request.request_id)
         preempt(self, request, *args)
 
-    monkeypatch.setattr(Scheduler, "_preempt_request", spied)
-    blocks = {"num_gpu_blocks_override": 860}  # 13,760 tokens for 4 prompts of 3,000 and 32 responses of 20 to 200
-    with engine(shared=False, **blocks) as llm:
-        stock = errors(llm, checkpoint)
-    preempted.clear()
-    with engine(shared=True, **blocks) as llm:
-        assert errors(llm, checkpoint).norm() <= 1.1 * stock.norm()
-    assert preempted
+    Scheduler._preempt_request = spied
+    # 13,760 tokens for 4 prompts of 3,000 tokens and 32 responses of 20 to 200.
+    with engine(checkpoint, shared, "V2", num_gpu_blocks_override=860) as llm:
+        return errors(llm, checkpoint), len(preempted)
+
+
+def test_preempted_requests_match_stock_vllm(checkpoint: Path) -> None:
+    stock, _ = in_own_process(errors_with_preemption, checkpoint, False)
+    ours, preemptions = in_own_process(errors_with_preemption, checkpoint, True)
+    assert preemptions
+    assert ours.norm() <= 1.1 * stock.norm()
+
+
+def stock_errors(checkpoint: Path, runner: str) -> torch.Tensor:
+    with engine(checkpoint, False, runner) as llm:
+        return errors(llm, checkpoint)
+
+
+def shared_errors(checkpoint: Path, runner: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return errors after weights are loaded into a running engine, and after it slept."""
+    from safetensors.torch import load_file
+
+    from verl_pg_plugin.rollout import shared_decode
+
+    groups, lay_out = [], shared_decode.SharedDecodeBuilder.lay_out
+
+    def spied(*args: Any) -> Any:
+        found = lay_out(*args)
+        groups.append(found[0])
+        return found
+
+    shared_decode.SharedDecodeBuilder.lay_out = spied
+    shared_decode.MIN_SAVED_BYTES = shared_decode.MIN_EAGER_BYTES = 0
+    weights = load_file(checkpoint / "model.safetensors")
+    with engine(checkpoint, True, runner, enable_sleep_mode=True, load_format="dummy") as llm:
+        llm.apply_model(lambda model: model.load_weights(weights.items()))
+        llm.reset_prefix_cache()
+        ours = errors(llm, checkpoint)
+        groups.clear()
+        errors(llm, checkpoint, prompts=5)  # a batch larger than any graph runs eagerly
+        assert any(int(group.num_items[0]) for group in groups)
+        llm.sleep(level=1)
+        llm.wake_up()
+        llm.reset_prefix_cache()
+        return ours, errors(llm, checkpoint)
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_log_probs_are_as_close_to_float32_as_those_of_stock_vllm(
-    runner: str, engine: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from verl_pg_plugin.rollout import shared_decode
+def test_log_probs_are_as_close_to_float32_as_those_of_stock_vllm(runner: str, checkpoint: Path) -> None:
+    stock = in_own_process(stock_errors, checkpoint, runner)
+    for ours in in_own_process(shared_errors, checkpoint, runner):
+        assert len(ours) == len(stock)
+        assert ours.norm() <= 1.1 * stock.norm()
+        assert ours.abs().max() <= 1.5 * stock.abs().max()
 
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
-    batches, lay_out = [], shared_decode.SharedDecodeBuilder.lay_out
 
-    def spied(*args: Any) -> Any:
-        batches.append(lay_out(*args))
-        return batches[-1]
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [
+        ({}, ""),
+        ({"additional_config": {}}, "not requested"),
+        ({"enforce_eager": True}, "no full CUDA graphs"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching=False"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}, "specul"),
+    ],
+)
+def test_unsupported_engine_options_are_named(checkpoint: Path, options: dict[str, Any], obstacle: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
 
-    with engine(shared=False) as llm:
-        stock = errors(llm, checkpoint)
-    monkeypatch.setattr(shared_decode.SharedDecodeBuilder, "lay_out", spied)
-    monkeypatch.setattr(shared_decode, "MIN_SAVED_BYTES", 0)
-    sleeps = runner == "V2"  # after sleep mode this process cannot start another engine
-    with engine(shared=True, enable_sleep_mode=sleeps, load_format="dummy") as llm:
-        load_weights(llm, checkpoint)
-        ours = errors(llm, checkpoint)
-        batches.clear()
-        errors(llm, checkpoint, prompts=5)  # a batch larger than any graph runs eagerly
-        assert any(int(groups.num_items[0]) for groups, _ in batches)
-        if sleeps:
-            llm.sleep(level=1)
-            llm.wake_up()
-        llm.reset_prefix_cache()
-        again = errors(llm, checkpoint)
-    for found in (ours, again):
-        assert len(found) == len(stock)
-        assert found.norm() <= 1.1 * stock.norm()
-        assert found.abs().max() <= 1.5 * stock.abs().max()
+    from verl_pg_plugin.rollout.shared_decode import obstacle_in_config
+
+    defaults = {"enable_prefix_caching": True, "additional_config": {SHARED_DECODE: True}}
+    args = EngineArgs(str(checkpoint), skip_tokenizer_init=True, **{**defaults, **options})
+    why = obstacle_in_config(args.create_engine_config())
+    assert why.startswith(obstacle) if obstacle else not why

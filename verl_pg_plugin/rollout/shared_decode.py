@@ -33,6 +33,9 @@ from verl_pg_plugin.rollout.kernels import BLOCK_M, BLOCK_N, Partials, attend_pr
 
 MIN_SAVED_BYTES = 16 << 20
 """Reads of keys and values that a layer must save in a step; with fewer, nothing is shared."""
+MIN_EAGER_BYTES = 1 << 30
+"""Keys and values that a layer reads in stock vLLM, for a batch larger than any CUDA graph to be shared. The host takes
+0.28 ms a layer to launch the additional kernels (one H200), in which the GPU reads as much."""
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers belong to its own loggers
 
@@ -81,7 +84,7 @@ class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
         self.max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.num_programs = -(-2 * torch.cuda.get_device_properties(device).multi_processor_count // G)
         self.requests_per_tile = BLOCK_M // (H // G)
-        self.min_saved_tokens = MIN_SAVED_BYTES // (2 * G * D * self.kv_cache_dtype.itemsize)
+        self.token_bytes = 2 * G * D * self.kv_cache_dtype.itemsize
         self.stream = torch.cuda.Stream(device)
         self.find_groups = torch.compile(find_groups, dynamic=True, fullgraph=True)
         S = max_splits(self.max_requests, self.num_programs, self.requests_per_tile)
@@ -98,6 +101,9 @@ class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
         metadata = super().build(common_prefix_len, batch, fast_build)
         if self.obstacle or batch.max_query_len > 1 or batch.num_reqs == 1:
             return metadata
+        is_eager = batch.num_reqs > (self.max_cudagraph_size or 0)
+        if is_eager and batch.num_reqs * batch.max_seq_len * self.token_bytes < MIN_EAGER_BYTES:
+            return metadata
         return SharedDecodeMetadata(**vars(metadata), builder=self, batch=batch)
 
     def lay_out(self, batch: CommonAttentionMetadata) -> tuple[Groups, FlashAttentionMetadata]:
@@ -109,7 +115,7 @@ class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
             requests_per_tile=self.requests_per_tile,
             tile_tokens=BLOCK_N,
             num_programs=self.num_programs,
-            min_saved_tokens=self.min_saved_tokens,
+            min_saved_tokens=MIN_SAVED_BYTES // self.token_bytes,
         )
         return groups, super().build(0, batch.replace(seq_lens=rest_lens, block_table_tensor=rest_blocks))
 
