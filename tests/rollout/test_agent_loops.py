@@ -1,7 +1,6 @@
 """verl's agent loops, its client and two servers of the CPU rollout, with the router that a config names."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,11 @@ from verl import DataProto
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from tests.fresh import python
 from verl_pg_plugin.cpu.rollout import HFServer
 from verl_pg_plugin.demo import PROBLEMS, chat
 
 ROUTER = Path(__file__).parents[2] / "verl_pg_plugin/rollout/router.yaml"
 N = 4
-
-
-@pytest.fixture
-def local_ray() -> Iterator[None]:
-    started = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
-    ray.init("local", num_cpus=16, runtime_env={"py_executable": python()}, **started)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
