@@ -171,9 +171,9 @@ class LaidOut:
 
 
 def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[LaidOut]:
-    """Layouts of all chunks of a split group, in forward order, or of one ordinary micro-batch; none if it computes nothing."""
+    """Layouts of all chunks of a split group, in forward order, or of one ordinary micro-batch that computes tokens."""
     if not any(part.num_tokens for part in group):
-        return []  # a token that nobody reads
+        return []
     layouts = micro_batches.lay_out(group, batch.as_numbers, forward_only)
     mine = [batch.take(part.sequences) for part in group]
     keys = [part_keys(own, num_of_group(part)) for part, own in zip(group, mine, strict=True)]
