@@ -91,6 +91,7 @@ _NAMES_WITHIN = {
     f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward": _DELTA_NET,
     f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward": _DELTA_NET,
     f"{_VEOMNI}.VeOmniEngine.__init__": "_router_replay _router_replay_mode",
+    "torch.nn.Module.register_buffer": "_buffers",
 }
 """Attributes, or functions of its file, that a function reads or sets under these names, or one of several."""
 

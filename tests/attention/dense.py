@@ -88,7 +88,7 @@ def dense_outcome(tensors: Tensors, batch: Batch, window_size: int = -1, softcap
     q, k, v, *sinks = leaves = tensors.leaves()
     out, seen = torch.zeros_like(tensors.grad_out), torch.zeros(len(q), dtype=torch.bool)
     for tokens in batch.sequences:
-        rows = torch.tensor(sequence_rows(layout, tokens))
+        rows = torch.tensor(sequence_rows(layout, tokens), dtype=torch.int64)
         attended = attend_sequence(q[rows], k[rows], v[rows], q.shape[-1] ** -0.5, window_size, softcap, *sinks)
         fresh = ~seen[rows]
         out = out.index_copy(0, rows[fresh].to(q.device), attended[fresh.to(q.device)])

@@ -26,17 +26,27 @@ SECONDS_BEHIND_A_FAILURE = 30.0
 
 
 def on_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, device: str = "cpu", folder: Path | None = None
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    folder: Path | None = None,
+    own_hash_seeds: bool = False,
 ) -> list[Any]:
     """``function(rank, *args)`` in ``world_size`` processes; an error in any of them is raised here.
 
     With ``device="cuda"`` every process has a GPU of its own, and collectives go through nccl. Two CPU ranks are the
     same processes in all tests, which takes less than new ones; those that see a ``folder`` of packages are others.
+    Processes are forked and hash strings alike. With ``own_hash_seeds`` each is a new one with its rank as the seed.
     """
+    kind = world_size, device, folder, own_hash_seeds
     # Processes start with the path of this one.
     with patch.object(sys, "path", [*sys.path, str(folder)]) if folder else nullcontext():
-        pool = _pools.pop((world_size, device, folder), None) or _start(world_size, device)
-        futures = [executor.submit(_call, function, rank, *args) for rank, executor in enumerate(pool)]
+        pool = _pools.pop(kind, None) or _start(world_size, device, forked=not own_hash_seeds)
+        futures = []
+        for rank, executor in enumerate(pool):  # which starts its process with what the environment holds now
+            with patch.dict(os.environ, {"PYTHONHASHSEED": str(rank)} if own_hash_seeds else {}):
+                futures.append(executor.submit(_call, function, rank, *args))
     try:
         _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
         wait(waiting, timeout=SECONDS_BEHIND_A_FAILURE)  # for the rank that failed
@@ -48,7 +58,7 @@ def on_ranks(
         _kill(pool)
         raise
     if (world_size, device) == (2, "cpu"):
-        _pools[world_size, device, folder] = pool
+        _pools[kind] = pool
     else:
         _kill(pool)
     return results
@@ -60,6 +70,7 @@ def check_exact_on_ranks(
     sequences: list[list[int]] | None = None,
     num_ranks: int = 2,
     float64: bool = False,
+    own_hash_seeds: bool = False,
     **options: Any,
 ) -> None:
     """``check_exact`` on CPU ranks.
@@ -68,7 +79,8 @@ def check_exact_on_ranks(
     """
     with in_float64() if float64 else nullcontext():
         expected = run_reference(path, make())  # once, and not on every rank
-    on_ranks(num_ranks, _check_exact, path, make, sequences, float64, expected, options)
+    given = path, make, sequences, float64, expected, options
+    on_ranks(num_ranks, _check_exact, *given, own_hash_seeds=own_hash_seeds)
 
 
 def graphs_as_they_are() -> Any:
@@ -90,15 +102,15 @@ def _check_exact(
         check_exact(engine, path, make(), sequences=mine, splits=options.get("splits", False), expected=expected)
 
 
-_pools: dict[tuple[int, str, Path | None], list[ProcessPoolExecutor]] = {}
+_pools: dict[tuple[int, str, Path | None, bool], list[ProcessPoolExecutor]] = {}
 atexit.register(lambda: [_kill(pool) for pool in _pools.values()])
 
 
-def _start(world_size: int, device: str) -> list[ProcessPoolExecutor]:
+def _start(world_size: int, device: str, forked: bool) -> list[ProcessPoolExecutor]:
     """A process for each rank of a new group."""
     store, context = f"tcp://127.0.0.1:{free_port()}", mp.get_context("spawn")
     # CUDA refuses to run in a process that is forked from one that asked for its devices.
-    context.set_executable(sys.executable if torch.cuda.is_available() else python())
+    context.set_executable(python() if forked and not torch.cuda.is_available() else sys.executable)
     return [ProcessPoolExecutor(1, context, _join, (rank, world_size, device, store)) for rank in range(world_size)]
 
 

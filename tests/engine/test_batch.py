@@ -91,7 +91,6 @@ BATCHES: dict[str, tuple[TensorDict, str]] = {
     "long_response": (with_rows("responses", lambda row: torch.cat([row, row[:1]])), "sequence 0: .* 8 tokens, .* 9;"),
     "no_sequences": (empty_batch(), "empty on this rank"),
     "no_prompt_token": (make_batch([*SAMPLES, Sample([], [3, 4])]), "sequence 3 has an empty prompt"),
-    "one_token": (make_batch([*SAMPLES, Sample([1], [])]), "sequence 3 has a single token"),
     "no_bound": (make_batch(SAMPLES, max_token_len_per_gpu=float("inf")), "max_token_len_per_gpu=inf bounds no micro"),
     "no_number": (make_batch(SAMPLES, max_token_len_per_gpu="8k"), "max_token_len_per_gpu=8k bounds no micro"),
     "above_the_budget": (make_batch(SAMPLES, max_token_len_per_gpu=7), r"needs 8 tokens.*ppo_max_token_len_per_gpu"),

@@ -28,7 +28,7 @@ CASES: dict[str, list[Sample]] = {
         Sample([PAD, PAD, 5, PAD, 6, PAD], [PAD, PAD]),
     ],
     "same_prompt_in_rows_that_are_not_neighbours": [MIXED[0], *group(8, [3], 5), MIXED[1], *group(9, [2], 6), MIXED[2]],
-    "responses_without_a_token": [*MIXED, Sample(MIXED[0].prompt, []), Sample([7, 8], [])],
+    "responses_without_a_token": [*MIXED, Sample(MIXED[0].prompt, []), Sample([7, 8], []), *[Sample([7], [])] * 2],
     "filler_rows_with_empty_loss_mask": [*MIXED[:3], *[Sample([2] * 127, [2], mask=[0])] * 3],
     "responses_of_one_token": [Sample(range(6), [t]) for t in (1, 2, 3)],
     "identical_responses": [Sample(range(6), range(10, 15))] * 4,
@@ -127,7 +127,7 @@ def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, way:
 def test_cutting_by_number_changes_neither_order_nor_gradient_scale(engines, qwen3: str, mode: str, size: int) -> None:
     """Each sample has its temperature; alone in a micro-batch, some have no response token."""
     batch = make_batch(CASES["responses_without_a_token"], **PADDED | {"micro_batch_size_per_gpu": size})
-    batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.5, 0.7])
+    batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.5, 0.7, 0.7, 1.0])
     check_exact(engines[mode], qwen3, batch)
 
 

@@ -38,6 +38,7 @@ def rows() -> list[Row]:
     found.append(([*system, *text(18)], [0] * 33 + [1] * 4 + [0] * 5 + [1] * 6))
     found.append((text(8), [0] * 8))
     found.append((text(6), [1] * 6))
+    found.append((text(1), [0]))
     return found
 
 

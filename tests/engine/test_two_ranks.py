@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -12,13 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 from benchmarks.batches import Sample, make_batch
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 
+from tests.architectures.tiny_configs import save_causal
 from tests.conftest import free_port
 from tests.engine.carried_cases import ONE_GROUP
-from tests.engine.ranks import SECONDS_BEHIND_A_FAILURE, on_ranks, weights_stay_on_the_cpu
+from tests.engine.ranks import SECONDS_BEHIND_A_FAILURE, check_exact_on_ranks, on_ranks, weights_stay_on_the_cpu
 from tests.engine.test_exactness import MIXED
 from tests.fresh import python
 from tests.support import actor_loss, clone, group, make_engine, update
@@ -170,3 +173,18 @@ def resume_on_a_cpu(*args: Any) -> None:
 def test_runs_resume_with_the_mode_toggled(qwen3: str, strategy: str, tmp_path: Path) -> None:
     """Weights and the optimizer's state."""
     on_ranks(2, resume_on_a_cpu, qwen3, strategy, str(tmp_path))
+
+
+def names_of_buffers(rank: int, path: str) -> list[str]:
+    """In the order in which transformers registers them."""
+    return [name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(path).named_buffers()]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_ranks_with_unlike_hash_seeds_have_the_same_rotary_frequencies(tmp_path: Path, strategy: str) -> None:
+    path = save_causal(tmp_path, "gemma3_text")
+    first, second = on_ranks(2, names_of_buffers, path, own_hash_seeds=True)
+    assert first != second
+    assert sorted(first) == sorted(second)
+    parts = [list(range(rank, len(MIXED), 2)) for rank in range(2)]
+    check_exact_on_ranks(path, partial(make_batch, MIXED), parts, own_hash_seeds=True, strategy=strategy)

@@ -76,14 +76,16 @@ def batch_of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Batch:
 def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False) -> Batch:
     """Tries: a sequence starts afresh or branches off an earlier one; few token ids make it share deeply.
 
-    Identical sequences, strict prefixes of others, prompts of one token and empty responses (but the first) all occur.
+    Identical sequences, strict prefixes of others, prompts of one token and empty responses, both of one sequence too,
+    all occur. The first sequence has a response.
     """
     token = st.integers(0, draw(st.integers(0, 3)))
     sequences: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, max_sequences))):
         parent = draw(st.sampled_from([(), *sequences]))
         stem = parent[: draw(st.integers(0, len(parent)))]
-        sequences.append((*stem, *draw(st.lists(token, min_size=max(0, 2 - len(stem)), max_size=6))))
+        least = 1 if sequences else 2
+        sequences.append((*stem, *draw(st.lists(token, min_size=max(0, least - len(stem)), max_size=6))))
     prompt_lengths = tuple(draw(st.integers(1, len(tokens) - (not at))) for at, tokens in enumerate(sequences))
     classes = None
     if with_classes:
@@ -169,7 +171,9 @@ class LaidOut:
 
 
 def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[LaidOut]:
-    """Layouts of all chunks of a split group, in forward order, or of one ordinary micro-batch."""
+    """Layouts of all chunks of a split group, in forward order, or of one ordinary micro-batch that computes tokens."""
+    if not any(part.num_tokens for part in group):
+        return []
     layouts = micro_batches.lay_out(group, batch.as_numbers, forward_only)
     mine = [batch.take(part.sequences) for part in group]
     keys = [part_keys(own, num_of_group(part)) for part, own in zip(group, mine, strict=True)]

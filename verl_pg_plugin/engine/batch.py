@@ -84,9 +84,8 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
         response_lengths = lengths - prompt_lengths
     else:
         prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
-    for found, what in ((prompt_lengths < 1, "an empty prompt"), (lengths < 2, "a single token")):
-        if found.any():
-            raise BatchError(f"sequence {int(np.argmax(found))} has {what}; drop such rows from the data")
+    if (empty := prompt_lengths < 1).any():
+        raise BatchError(f"sequence {int(np.argmax(empty))} has an empty prompt; drop such rows from the data")
     both = prompt_lengths + response_lengths
     if (wrong := both != lengths).any():
         at = int(np.argmax(wrong))

@@ -38,6 +38,7 @@ from verl_pg_plugin.engine.prepare import (
     check_no_dropout,
     choose_alike,
     load_value_model,
+    order_buffers,
     prepare_config,
     prepare_model,
     refuse,
@@ -93,6 +94,7 @@ class SharedPrefixEngine(FSDPEngine):
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         self._finish_unsharded(module)
+        order_buffers(module)
         with upstream.activation_offload_left_out():
             module = super()._build_fsdp_module(module)
         if self.compiles:

@@ -79,7 +79,7 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
         "dedup_ratio": total["logical_tokens"] / total["physical_tokens"],
         "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
         # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.
-        "dedup_ratio_of_groups": total["logical_tokens"] / total["tokens_of_groups"],
+        "dedup_ratio_of_groups": total["logical_tokens"] / max(total["tokens_of_groups"], 1),
         # Without prefills, which a forward without gradient computes once more.
         "flop_ratio": total["forward_alone"] / total["forward"],
         "peak_carried_gib": max(rank["cached_bytes"] for rank in ranks) / 2**30,

@@ -126,6 +126,17 @@ def check_no_dropout(module: nn.Module) -> None:
             )
 
 
+def order_buffers(module: nn.Module) -> None:
+    """Sort the buffers of every part of a model by name, in place.
+
+    FSDP1 copies rank 0's buffers to other ranks by their order. transformers registers the rotary frequencies of
+    several layer types in the order of a set of strings, which depends on the hash seed of a process.
+    """
+    for part in module.modules():
+        for name in sorted(part._buffers):
+            part._buffers[name] = part._buffers.pop(name)
+
+
 def load_value_model(
     local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool
 ) -> Any:

@@ -152,7 +152,7 @@ def build_packed_layout(
 
     Args:
         tokens: (N,) ids of prompt + response of every sequence, one after the other; any integer dtype.
-        offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``, at least two tokens.
+        offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``. One of a single token is left out.
         prompt_lengths: (B,) leading tokens that are the prompt, at least 1.
         classes: (B,) optional; sequences of different class never share a token.
         inside: (N,) optional, of images, see ``build_prefix_order``.

@@ -78,7 +78,13 @@ class Sequences:
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
 
     def lay_out(self, chunk: Chunk | None = None, first_label: int = 0, forward_only: bool = True) -> PackedLayout:
-        """The packed tokens of one forward, see ``build_packed_layout``."""
+        """The packed tokens of one forward, see ``build_packed_layout``.
+
+        Where no sequence has two tokens it is one token that nobody reads: a forward never runs on nothing.
+        """
+        if self.lengths.max() < 2:
+            idle = self._first_token_twice().lay_out()
+            return replace(idle, num_sequences=len(self.lengths), num_logical_tokens=len(self.tokens))
         return build_packed_layout(
             self.tokens,
             self.offsets,
@@ -97,9 +103,16 @@ class Sequences:
 
         For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all or none.
         """
+        if self.lengths[0] < 2:
+            return replace(self._first_token_twice().lay_out_idle_prefill(), num_logical_tokens=1)
         stop = 1 if self.inside is None else 1 + int(np.argmin(self.inside[1 : self.offsets[1]] > 0))
         layout = build_prefill(self.tokens, self.offsets, self.positions, start=0, stop=stop, first_label=stop)
         return replace(layout, publish=layout.publish[:0])
+
+    def _first_token_twice(self) -> "Sequences":
+        """A prompt of two tokens in place of the first sequence, which has one."""
+        twice = self.select([0, 0])
+        return replace(twice, offsets=twice.offsets[::2], prompt_lengths=np.array([2]), classes=None)
 
     @property
     def _keys(self) -> IntArray:

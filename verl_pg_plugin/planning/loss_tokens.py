@@ -48,7 +48,7 @@ def cut_for_loss(
 
     # A micro-batch without a loss token is worth up to eight more, which make room for what is in it.
     most_wanted = number + 8 * (at_least == 1 and lacking(whole) > 0)
-    most_wanted = min(most_wanted, len(others.sequences)) if num_tokens else 0
+    most_wanted = min(most_wanted, len(others.sequences)) if len(joining.sequences) else 0
     for wanted in range(number, most_wanted + 1):
         cut = cut_micro_batches(others, limits, weights, wanted, forward_only=forward_only, levels=levels)
         joined, exceed = _join(joining, cut, most)

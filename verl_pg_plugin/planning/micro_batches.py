@@ -44,7 +44,8 @@ class MicroBatchLimits:
 
     def budget(self, num_tokens: IntArray) -> int:
         """Return the token budget; without one, that of as many of the longest of (B,) sequences as are allowed."""
-        return self.max_tokens or int(np.sort(num_tokens)[-(self.max_sequences or len(num_tokens)) :].sum())
+        longest = np.sort(num_tokens)[-(self.max_sequences or len(num_tokens)) :]
+        return self.max_tokens or max(int(longest.sum()), 1)  # sequences of one token compute nothing
 
 
 @dataclass(frozen=True)
