@@ -68,6 +68,13 @@ def test_sequences_with_one_uid_go_to_one_rank_whatever_follows_it_in_their_keys
     assert metrics["global_seqlen/balanced_max"] == 26
 
 
+def test_keys_of_another_form_are_groups_of_their_own(trainer: Any) -> None:
+    batch, metrics = make_batch(["sample1", "a_0_0", "one_sample_x", "a_1_0"], responses=[5, 5, 5, 5]), {}
+    trainer._balance_batch(batch, metrics)
+    assert sorted(map(sorted, ranks(batch))) == [["a_0_0", "a_1_0"], ["one_sample_x", "sample1"]]
+    assert metrics["prefix_grouper/balance/cut_groups"] == 0
+
+
 def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, monkeypatch: Any) -> None:
     """Of a mini-batch, of which there are two."""
 
