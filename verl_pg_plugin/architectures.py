@@ -23,6 +23,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -206,7 +207,7 @@ def text_skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> 
     brings_its_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(text, "auto_map", None) or {})
     alone = text is config or brings_its_class or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     built = copy.deepcopy(text if alone else config)
-    with torch.device("meta"):
+    with torch.device("meta"), meta_device_safe_creation_ops():  # as in ``from_pretrained``
         # Which attention runs changes no weight, and the default may be one that is not installed here.
         return auto_class(built).from_config(built, trust_remote_code=trust_remote_code, attn_implementation="eager")
 

@@ -7,11 +7,13 @@ import peft
 import pytest
 import torch
 import transformers
+from benchmarks.batches import make_batch
 from verl.utils import model as verl_model
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.engine.test_exactness import MIXED, PADDED
 from tests.models.test_forward import save_qwen3
+from tests.own_models import UnnamedExpertsForCausalLM, save_own
 from tests.support import check_exact, clone, critic_batch, default_loss, make_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.engine.prepare import check_no_dropout, prepare_model
@@ -55,6 +57,15 @@ def test_a_model_whose_config_does_not_tell_its_layers_is_refused_and_not_run_wi
     said = r"OwnModel: its config does not say how many layers it has \(\+\+.*override_config.num_hidden_layers=<its"
     with pytest.raises(ValueError, match=said):
         prepare_model(OwnModel(OwnConfig(n_layers=2)), TEXT, compiles=False)
+
+
+def test_a_class_whose_flops_cannot_be_counted_trains_and_says_so_once(tmp_path: Path, caplog) -> None:
+    path = save_own(tmp_path, UnnamedExpertsForCausalLM)
+    result = check_exact(make_engine(path), path, make_batch(MIXED))
+    assert "prefix_grouper/flop_ratio" not in result.metrics
+    (warning,) = (record.message for record in caplog.records if "FLOPs" in record.message)
+    assert warning.startswith("FLOPs of UnnamedExpertsForCausalLM cannot be counted (ValueError: own_of_tests has")
+    assert "++actor_rollout_ref.model.override_config.num_experts_per_tok=<experts a token visits>" in warning
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -104,6 +104,8 @@ class SharedPrefixEngine(FSDPEngine):
         recomputed = self.model_config.enable_gradient_checkpointing
         self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, recomputed=recomputed)
         self._layers = decoder_layers(module)
+        if self.rank == 0 and (unknown := self.shared_model.flops.unknown):
+            logger.warning("FLOPs of %s %s: tokens order micro-batches", self.shared_model.name, unknown)
         if self.rank == 0 and self.packed and self.options.carry == "auto" and not self.shared_model.prefix_cache:
             logger.warning("chunks of a split group compute its prefix again: %s has no cache", self.shared_model.name)
 

@@ -106,7 +106,7 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
     # The cache goes by a layer's index, which is one for all runs of a layer in a forward.
     indices = {getattr(part, "layer_idx", None) for part in module.modules()} - {None}
     caches = len(indices) >= layers.total() and all(MIXERS[name].prefix_cache for name in layers)
-    return SharedModel(type(module).__name__, layers, ModelFlops.of(module), caches)
+    return SharedModel(type(module).__name__, layers, ModelFlops.or_tokens(lambda: module), caches)
 
 
 def refuse(module: nn.Module, issues: list[Issue]) -> None:

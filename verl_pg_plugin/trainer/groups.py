@@ -43,6 +43,8 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
         return
     if not hasattr(trainer, "_pg_flops"):
         trainer._pg_flops = actor_flops(trainer.config)
+        if why := trainer._pg_flops.unknown:
+            logger.warning("FLOPs of the actor %s: groups are balanced by tokens", why)
     if is_v1 := hasattr(batch, "tags"):
         uids, *numbers = zip(*map(_split_key, batch.keys), strict=True)
         sessions, places = map(np.array, numbers)
@@ -86,9 +88,13 @@ def rollout_metrics(trainer: Any) -> dict[str, float]:
 
 def actor_flops(config: DictConfig) -> ModelFlops:
     """Price of the actor's tokens, from the config that verl's trainers load for the tokenizer: no weight is read."""
-    section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
-    model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
-    return ModelFlops.of(text_skeleton(model.hf_config, model.trust_remote_code))
+
+    def build() -> Any:
+        section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
+        model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
+        return text_skeleton(model.hf_config, model.trust_remote_code)
+
+    return ModelFlops.or_tokens(build)
 
 
 def updated(trainer: Any, metrics: dict[str, Any]) -> None:
