@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from tests.support import TINY
 
@@ -45,6 +45,42 @@ class UnnamedExpertsForCausalLM(OwnForCausalLM):
         super().__init__(config)
         for layer in self.model.layers:
             layer.mlp = OneExpert(layer.mlp)
+
+
+class OwnTableForCausalLM(OwnForCausalLM):
+    """Looks its attention up as remote code of transformers 4 does."""
+
+    def __init__(self, config: OwnConfig) -> None:
+        self.attention = {"eager": nn.Identity, "sdpa": nn.Identity}[config._attn_implementation]
+        super().__init__(config)
+
+
+class NoKeywordsForCausalLM(OwnForCausalLM):
+    """Takes what it knows, and nothing for its attention."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+    ) -> Any:
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
+        return super().forward(input_ids, logits_to_keep=logits_to_keep, **given)
+
+
+class OwnDecoder(Qwen3Model):
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+        return super().forward(input_ids, position_ids=position_ids)
+
+
+class NoKeywordsInDecoderForCausalLM(OwnForCausalLM):
+    """Its decoder takes nothing for attention."""
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.model = OwnDecoder(config)
 
 
 class OneExpert(nn.Module):

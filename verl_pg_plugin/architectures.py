@@ -125,7 +125,16 @@ def class_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
         return [Issue("", f"{model_class.__name__} carries recurrent state across tokens")]
     if not getattr(model_class, "_supports_attention_backend", False):
         return [Issue("", f"{model_class.__name__} does not go through transformers' attention interface")]
-    return []
+    return keyword_issues(model_class)
+
+
+def keyword_issues(module_class: type[nn.Module]) -> list[Issue]:
+    """What the class of a model or of its decoder says against handing the layout down to attention."""
+    parameters = inspect.signature(module_class.forward).parameters
+    if "prefix_grouper" in parameters or any(found.kind is found.VAR_KEYWORD for found in parameters.values()):
+        return []
+    why = f"{module_class.__name__}.forward takes no other keywords, so attention would not get the layout"
+    return [Issue("", why, "let it take **kwargs and pass them on to its layers")]
 
 
 def lm_head_issues(model_class: type[PreTrainedModel]) -> list[Issue]:

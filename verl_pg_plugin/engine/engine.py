@@ -38,6 +38,7 @@ from verl_pg_plugin.engine.prepare import (
     check_no_dropout,
     choose_alike,
     load_value_model,
+    own_attention_refused,
     prepare_config,
     prepare_model,
     refuse,
@@ -85,7 +86,8 @@ class SharedPrefixEngine(FSDPEngine):
 
     def _build_module(self) -> nn.Module:
         prepare_config(self.model_config.hf_config, self.modality)
-        with upstream.forwards_left_alone():  # verl's own forwards drop keywords, ours among them
+        refused = own_attention_refused(self.model_config.hf_config.model_type)
+        with upstream.forwards_left_alone(), refused:  # verl's own forwards drop keywords, ours among them
             module = super()._build_module()
         self._take_over(module)
         self._replace_checkpoints(module)
