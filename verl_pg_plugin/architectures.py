@@ -106,6 +106,10 @@ def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
         found.append(f"{kind} is an encoder-decoder; only decoders share causal prefixes")
     elif type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING:
         found.append(f"{kind} is an encoder, whose tokens see later ones")
+    if not getattr(text, "is_causal", True):
+        found.append(f"tokens of {kind} see later ones (is_causal={text.is_causal} in its config)")
+    elif (bidirectional := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):  # not "vision"
+        found.append(f"tokens of {kind} see later ones (use_bidirectional_attention={bidirectional} in its config)")
     if kind in REFUSED_TYPES:
         found.append(f"{kind} {REFUSED_TYPES[kind]}")
     found += modality_obstacles(hf_config)
