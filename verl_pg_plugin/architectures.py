@@ -23,6 +23,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -105,6 +106,10 @@ def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
         found.append(f"{kind} is an encoder-decoder; only decoders share causal prefixes")
     elif type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING:
         found.append(f"{kind} is an encoder, whose tokens see later ones")
+    if not getattr(text, "is_causal", True):
+        found.append(f"tokens of {kind} see later ones (is_causal={text.is_causal} in its config)")
+    elif (bidirectional := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):  # not "vision"
+        found.append(f"tokens of {kind} see later ones (use_bidirectional_attention={bidirectional} in its config)")
     if kind in REFUSED_TYPES:
         found.append(f"{kind} {REFUSED_TYPES[kind]}")
     found += modality_obstacles(hf_config)
@@ -124,7 +129,16 @@ def class_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
         return [Issue("", f"{model_class.__name__} carries recurrent state across tokens")]
     if not getattr(model_class, "_supports_attention_backend", False):
         return [Issue("", f"{model_class.__name__} does not go through transformers' attention interface")]
-    return []
+    return keyword_issues(model_class)
+
+
+def keyword_issues(module_class: type[nn.Module]) -> list[Issue]:
+    """What the class of a model or of its decoder says against handing the layout down to attention."""
+    parameters = inspect.signature(module_class.forward).parameters
+    if "prefix_grouper" in parameters or any(found.kind is found.VAR_KEYWORD for found in parameters.values()):
+        return []
+    why = f"{module_class.__name__}.forward takes no other keywords, so attention would not get the layout"
+    return [Issue("", why, "let it take **kwargs and pass them on to its layers")]
 
 
 def lm_head_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
@@ -206,7 +220,7 @@ def text_skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> 
     brings_its_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(text, "auto_map", None) or {})
     alone = text is config or brings_its_class or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     built = copy.deepcopy(text if alone else config)
-    with torch.device("meta"):
+    with torch.device("meta"), meta_device_safe_creation_ops():  # as in ``from_pretrained``
         # Which attention runs changes no weight, and the default may be one that is not installed here.
         return auto_class(built).from_config(built, trust_remote_code=trust_remote_code, attn_implementation="eager")
 

@@ -29,6 +29,9 @@ ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "mrope_section
     [
         (transformers.Qwen2_5_VLConfig(text_config={**TINY, "rope_parameters": ROPE}), "at positions of images"),
         (transformers.T5Config(), "encoder-decoder"),
+        (transformers.Qwen3Config(**TINY, is_causal=False), "see later ones (is_causal=False"),
+        (transformers.Gemma3TextConfig(**TINY, use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        (transformers.Gemma4TextConfig(**TINY, use_bidirectional_attention="all"), "see later ones ("),
         (transformers.Glm4vConfig(), "multimodal"),
         (transformers.BloomConfig(), "attention interface"),
         (transformers.Starcoder2Config(residual_dropout=0.1), "residual_dropout=0.1"),
@@ -46,6 +49,11 @@ def test_architectures_that_would_be_computed_wrongly_are_refused(issues_of, con
     assert "override_config" in issue.fix or "use_prefix_grouper=False" in issue.fix
     stock = config_of({f"{MODEL}.path": str(checkpoint)}, Mode.RMPAD)
     assert sharing_issues(stock) == [], "stock verl may run it"
+
+
+def test_bidirectional_attention_between_tokens_of_images_alone_is_not_refused(issues_of, tmp_path):
+    hf_config = transformers.Gemma4TextConfig(use_bidirectional_attention="vision")
+    assert issues_of(save_checkpoint(tmp_path, hf_config)) == []
 
 
 def test_a_checkpoint_that_verl_builds_without_its_head_is_refused(issues_of, tmp_path):

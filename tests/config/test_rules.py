@@ -1,6 +1,7 @@
 """What an engine cannot do is refused before Ray starts and by the engine itself, in the same words."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,37 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, monkeypatch
     (issue,) = errors(config_of(f"{ACTOR}.strategy=fsdp2"))
     assert "rotary angles of another dtype" in issue.why
     assert f"{ACTOR}.strategy=fsdp" in issue.fix
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_float32_is_refused_where_a_gpu_kernel_computes_none(config_of) -> None:
+    key = f"{ACTOR}.fsdp_config.mixed_precision"
+    config = {f"{key}.param_dtype": "fp32"}
+    (issue,) = errors(config_of(config))
+    assert issue.setting == f"{key}.param_dtype=fp32"
+    assert issue.why == "on a GPU ++prefix_grouper.attention_kernel=auto computes in bf16 and fp16 alone"
+    assert issue.fix == f"{key}.param_dtype=bf16, or ++prefix_grouper.attention_kernel=sdpa (slow)"
+    assert errors(config_of({**config, "prefix_grouper.attention_kernel": "sdpa"})) == []
+    assert errors(config_of({f"{key}.param_dtype": "bf16"})) == []
+
+
+def test_float32_runs_on_a_cpu(config_of) -> None:
+    assert errors(config_of({f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "fp32"})) == []
+
+
+def test_dropout_of_an_adapter_is_refused_with_the_file_that_says_it(config_of, tmp_path: Path) -> None:
+    file = tmp_path / "adapter_config.json"
+    settings = {f"{MODEL}.lora_adapter_path": str(tmp_path), f"{MODEL}.lora_rank": 8, f"{ACTOR}.strategy": "fsdp2"}
+    file.write_text('{"r": 8, "lora_dropout": 0.05}')
+    (issue,) = errors(config_of(settings))
+    assert issue.setting == f"{MODEL}.lora_adapter_path={tmp_path}"
+    assert issue.why.startswith(f"{file} says lora_dropout=0.05, ")
+    assert issue.fix == f"set lora_dropout to 0 in that file, or {STOCK}"
+    assert errors(config_of({**settings, f"{MODEL}.lora_rank": 0})) == [], "verl loads no adapter"
+    for content in ('{"lora_dropout": 0.0}', '{"peft_type": "IA3"}', '{"lora_dropout": null}', "{", "[]"):
+        file.write_text(content)
+        assert errors(config_of(settings)) == [], content
+    assert errors(config_of({**settings, f"{MODEL}.lora_adapter_path": "hdfs://cluster/adapter"})) == []
 
 
 OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"

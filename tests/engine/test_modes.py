@@ -1,5 +1,6 @@
 """Which engine and model class a mode gets; what a mode does not support is refused at once, with the way out."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -7,11 +8,21 @@ import peft
 import pytest
 import torch
 import transformers
+from benchmarks.batches import make_batch
 from verl.utils import model as verl_model
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from tests.architectures.outcome import EXACT, outcome_of, supports_checkpointing
+from tests.architectures.tiny_configs import save_causal
 from tests.engine.test_exactness import MIXED, PADDED
 from tests.models.test_forward import save_qwen3
+from tests.own_models import (
+    NoKeywordsForCausalLM,
+    NoKeywordsInDecoderForCausalLM,
+    OwnTableForCausalLM,
+    UnnamedExpertsForCausalLM,
+    save_own,
+)
 from tests.support import check_exact, clone, critic_batch, default_loss, make_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.engine.prepare import check_no_dropout, prepare_model
@@ -30,7 +41,7 @@ def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj"])
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
     lora = {"lora_rank": 4, "lora_adapter_path": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"lora_dropout.*p=0\.1.*use_prefix_grouper=False"):
+    with pytest.raises(ValueError, match=r"adapter_config.json says lora_dropout=0\.1, .*use_prefix_grouper=False"):
         make_engine(qwen3, model=lora)
 
 
@@ -52,9 +63,44 @@ def test_a_model_whose_config_does_not_tell_its_layers_is_refused_and_not_run_wi
         config_class = OwnConfig
         _supports_attention_backend = True
 
+        def forward(self, **keywords: object) -> None: ...
+
     said = r"OwnModel: its config does not say how many layers it has \(\+\+.*override_config.num_hidden_layers=<its"
     with pytest.raises(ValueError, match=said):
         prepare_model(OwnModel(OwnConfig(n_layers=2)), TEXT, compiles=False)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "said"),
+    [
+        (OwnTableForCausalLM, "own_of_tests: its class looks attention up in a table of its own (let it call "),
+        (NoKeywordsForCausalLM, "NoKeywordsForCausalLM: NoKeywordsForCausalLM.forward takes no other keywords"),
+        (NoKeywordsInDecoderForCausalLM, "NoKeywordsInDecoderForCausalLM: OwnDecoder.forward takes no other keywords"),
+    ],
+)
+def test_a_class_that_would_not_get_the_layout_is_refused_as_it_is_built(model_class, said, tmp_path: Path) -> None:
+    path = save_own(tmp_path, model_class, attn_implementation="eager")
+    with pytest.raises(ValueError, match=rf"prefixes cannot be shared in {re.escape(said)}.*use_prefix_grouper=False"):
+        make_engine(path)
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "moshi"])
+def test_a_type_with_a_table_of_its_own_is_refused_as_it_is_built(model_type: str, tmp_path: Path) -> None:
+    path = save_causal(tmp_path, model_type)
+    if outcome_of(model_type).status == EXACT:
+        make_engine(path, model={"enable_gradient_checkpointing": supports_checkpointing(model_type)})
+    else:
+        with pytest.raises(ValueError, match=rf"prefixes cannot be shared in {model_type}: its class looks attention"):
+            make_engine(path)
+
+
+def test_a_class_whose_flops_cannot_be_counted_trains_and_says_so_once(tmp_path: Path, caplog) -> None:
+    path = save_own(tmp_path, UnnamedExpertsForCausalLM)
+    result = check_exact(make_engine(path), path, make_batch(MIXED))
+    assert "prefix_grouper/flop_ratio" not in result.metrics
+    (warning,) = (record.message for record in caplog.records if "FLOPs" in record.message)
+    assert warning.startswith("FLOPs of UnnamedExpertsForCausalLM cannot be counted (ValueError: own_of_tests has")
+    assert "++actor_rollout_ref.model.override_config.num_experts_per_tok=<experts a token visits>" in warning
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests import own_models
 from tests.architectures.tiny_configs import tiny_config
 from tests.layout.tries import batch_of
 from tests.mixers import hybrids
@@ -78,6 +79,29 @@ def test_experts_of_unknown_number_are_refused_with_the_override_that_names_it()
     module.config = config("qwen3")  # as one that gives these numbers names of its own
     with pytest.raises(ValueError, match=r"override_config\.num_experts_per_tok=<experts a token visits>"):
         ModelFlops.of(module)
+
+
+def test_numbers_that_a_class_reads_as_it_is_built_are_those_of_from_pretrained() -> None:
+    plain, reading = (
+        ModelFlops.or_tokens(lambda cls=cls: text_skeleton(own_models.register_own(cls)))
+        for cls in (own_models.OwnForCausalLM, own_models.LinspaceForCausalLM)
+    )
+    assert not plain.unknown
+    assert reading == plain
+
+
+@pytest.mark.parametrize(
+    ("model_class", "why"),
+    [
+        (own_models.WeightReadForCausalLM, "cannot be counted (RuntimeError: Tensor.item() cannot be called on meta"),
+        (own_models.UnnamedExpertsForCausalLM, "cannot be counted (ValueError: own_of_tests has experts, and its"),
+    ],
+)
+def test_a_class_that_cannot_be_priced_costs_its_tokens(model_class: type, why: str) -> None:
+    flops = ModelFlops.or_tokens(lambda: text_skeleton(own_models.register_own(model_class)))
+    assert flops.unknown.startswith(why)
+    assert flops.forward([LAYOUT]) == LAYOUT.num_tokens
+    assert flops.alone(np.array([3, 4])).tolist() == [3, 4]
 
 
 def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:

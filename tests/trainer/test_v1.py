@@ -12,6 +12,7 @@ from verl.trainer.ppo.v1 import PPOTrainer
 from verl.trainer.ppo.v1 import trainer_base as verls
 
 import verl_pg_plugin
+from tests.own_models import WeightReadForCausalLM, register_own
 from tests.trainer.conftest import Workers
 from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -68,6 +69,13 @@ def test_sequences_with_one_uid_go_to_one_rank_whatever_follows_it_in_their_keys
     assert metrics["global_seqlen/balanced_max"] == 26
 
 
+def test_keys_of_another_form_are_groups_of_their_own(trainer: Any) -> None:
+    batch, metrics = make_batch(["sample1", "a_0_0", "one_sample_x", "a_1_0"], responses=[5, 5, 5, 5]), {}
+    trainer._balance_batch(batch, metrics)
+    assert sorted(map(sorted, ranks(batch))) == [["a_0_0", "a_1_0"], ["one_sample_x", "sample1"]]
+    assert metrics["prefix_grouper/balance/cut_groups"] == 0
+
+
 def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, monkeypatch: Any) -> None:
     """Of a mini-batch, of which there are two."""
 
@@ -109,6 +117,19 @@ def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
     config.actor_rollout_ref.model.override_config = {"intermediate_size": 48}
     hf_config.intermediate_size = 48
     assert actor_flops(config) == ModelFlops.of(text_skeleton(hf_config))
+
+
+def test_groups_of_an_actor_that_cannot_be_priced_are_balanced_by_tokens(trainer: Any, tmp_path, caplog) -> None:
+    register_own(WeightReadForCausalLM).save_pretrained(tmp_path)
+    trainer.config.actor_rollout_ref.model.path = str(tmp_path)
+    for _ in range(2):
+        batch, metrics = make_batch(["a_0_0", "b_0_0", "a_1_0", "b_1_0"], responses=[5, 4, 5, 6]), {}
+        trainer._balance_batch(batch, metrics)
+        assert sorted(map(sorted, ranks(batch))) == [["a_0_0", "a_1_0"], ["b_0_0", "b_1_0"]]
+        assert metrics["prefix_grouper/balance/slowest_over_mean"] == 1
+    (warning,) = (record.message for record in caplog.records if "FLOPs" in record.message)
+    assert warning.startswith("FLOPs of the actor cannot be counted (RuntimeError: Tensor.item()")
+    assert warning.endswith("): groups are balanced by tokens")
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(12, 3), (4, 1), (6, 1), (10, 1)])

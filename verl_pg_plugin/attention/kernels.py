@@ -44,6 +44,7 @@ class KernelSpec:
     install: str = ""  # command that installs it
     head_dims: range | None = None  # widths of heads that it takes; None for all
     softcap: bool = True  # whether it caps scores
+    float32: bool = True  # whether it computes in float32
     narrow_from: tuple[int, int] | None = None  # compute capability from which few widths above 128 are taken
 
     @property
@@ -62,7 +63,7 @@ class KernelSpec:
         return ""
 
 
-_flash = partial(KernelSpec, "cuda", head_dims=range(8, 257, 8))
+_flash = partial(KernelSpec, "cuda", head_dims=range(8, 257, 8), float32=False)
 KERNELS: dict[str, KernelSpec] = {
     # What it asserts on Blackwell (4.0.0b36); on Hopper it takes all.
     "flash_attn_4": _flash(

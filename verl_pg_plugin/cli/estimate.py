@@ -77,10 +77,9 @@ def count_flops(config: Any, order: PrefixOrder, prompts: IntArray) -> str:
     from verl_pg_plugin.architectures import text_skeleton
     from verl_pg_plugin.planning.cost import ModelFlops
 
-    try:
-        flops = ModelFlops.of(text_skeleton(config))
-    except Exception as error:  # a model class raises anything if its config leaves out a size
-        return f"FLOPs: cannot be counted for {config.model_type} ({type(error).__name__}: {error})"
+    flops = ModelFlops.or_tokens(lambda: text_skeleton(config))
+    if flops.unknown:
+        return f"FLOPs of {config.model_type} {flops.unknown}"
     labels = order.num_tokens - np.maximum(order.num_shared, prompts - 1)
     total = float(flops.alone(order.num_tokens + 1).sum())
     computed = float(flops.segments(order.num_shared, order.num_new, labels).sum())

@@ -4,9 +4,11 @@ All look at one engine. They are asked before Ray starts and when the engine is 
 """
 
 import importlib.util
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,14 @@ from verl_pg_plugin.architectures import (
     fused_obstacle,
     text_skeleton,
 )
-from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, ATTENTION_KERNELS, AttentionNeeds, setting_obstacle
+from verl_pg_plugin.attention.kernels import (
+    ATTENTION_KERNEL,
+    ATTENTION_KERNELS,
+    KERNELS,
+    AttentionNeeds,
+    candidates,
+    setting_obstacle,
+)
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, MODEL, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI, count_of
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode
@@ -261,6 +270,32 @@ def attention_kernel(engine: Engine) -> Iterator[Issue]:
         yield Issue(f"{ATTENTION_KERNEL}={asked}", why, fix)
 
 
+def float32_attention(engine: Engine) -> Iterator[Issue]:
+    """On a GPU attention would fail in the first forward."""
+    key, dtype = f"{engine.section}.mixed_precision.param_dtype", engine.get("mixed_precision.param_dtype")
+    asked = engine.option("attention_kernel") or "auto"
+    if engine.device != "cuda" or asked not in ATTENTION_KERNELS or not PrecisionType.is_fp32(dtype):
+        return
+    if not any(KERNELS[name].float32 for name in candidates(asked, engine.device)):
+        why = f"on a GPU {ATTENTION_KERNEL}={asked} computes in bf16 and fp16 alone"
+        yield Issue(f"{key}={dtype}", why, f"{key}=bf16, or {ATTENTION_KERNEL}=sdpa (slow)")
+
+
+def adapter_dropout(engine: Engine) -> Iterator[Issue]:
+    """peft reads it from the adapter, which verl loads under FSDP where a rank is set."""
+    path = engine.of_model("lora_adapter_path")
+    if not path or not engine.of_model("lora_rank") or engine.on_veomni:
+        return
+    file = Path(str(path), "adapter_config.json")
+    try:
+        dropout = float(json.loads(file.read_text())["lora_dropout"])
+    except (OSError, ValueError, TypeError, KeyError):  # not on this machine, or no adapter of LoRA: peft tells
+        return
+    if dropout > 0:
+        why = f"{file} says lora_dropout={dropout}, and samples that share a token would share its mask"
+        yield Issue(engine.model_setting("lora_adapter_path"), why, f"set lora_dropout to 0 in that file, or {STOCK}")
+
+
 def veomni(engine: Engine) -> Iterator[Issue]:
     """What verl's VeOmni engine would run, and nobody has held to every sequence alone."""
     if not engine.on_veomni:
@@ -320,5 +355,5 @@ MACHINE_RULES: tuple[Rule, ...] = (
 """What they find on this machine is no more than a warning where the run's machines are others."""
 RULES: tuple[Rule, ...] = (
     *(veomni, quantization_aware_training, compiled_layers, fused_kernels, ulysses),
-    *(gradient_checkpointing, padded_groups, *MACHINE_RULES),
+    *(gradient_checkpointing, padded_groups, float32_attention, adapter_dropout, *MACHINE_RULES),
 )

@@ -39,6 +39,7 @@ from verl_pg_plugin.engine.prepare import (
     choose_alike,
     load_value_model,
     order_buffers,
+    own_attention_refused,
     prepare_config,
     prepare_model,
     refuse,
@@ -86,7 +87,8 @@ class SharedPrefixEngine(FSDPEngine):
 
     def _build_module(self) -> nn.Module:
         prepare_config(self.model_config.hf_config, self.modality)
-        with upstream.forwards_left_alone():  # verl's own forwards drop keywords, ours among them
+        refused = own_attention_refused(self.model_config.hf_config.model_type)
+        with upstream.forwards_left_alone(), refused:  # verl's own forwards drop keywords, ours among them
             module = super()._build_module()
         self._take_over(module)
         self._replace_checkpoints(module)
@@ -106,6 +108,8 @@ class SharedPrefixEngine(FSDPEngine):
         recomputed = self.model_config.enable_gradient_checkpointing
         self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, recomputed=recomputed)
         self._layers = decoder_layers(module)
+        if self.rank == 0 and (unknown := self.shared_model.flops.unknown):
+            logger.warning("FLOPs of %s %s: tokens order micro-batches", self.shared_model.name, unknown)
         if self.rank == 0 and self.packed and self.options.carry == "auto" and not self.shared_model.prefix_cache:
             logger.warning("chunks of a split group compute its prefix again: %s has no cache", self.shared_model.name)
 

@@ -60,11 +60,12 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         "chains": plan.num_split_groups,
         "carried_rows": sum(layout.num_cached for layout in layouts),
         "exported_rows": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
-        "forward": flops.forward(layouts) + flops.images(computed),
-        "forward_alone": float(flops.alone(lengths).sum()) + flops.images(shown),
         "cached_bytes": costs.peak_cached_bytes,
         "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
+    if not flops.unknown:
+        alone = float(flops.alone(lengths).sum()) + flops.images(shown)
+        figures |= {"forward": flops.forward(layouts) + flops.images(computed), "forward_alone": alone}
     if costs.verifies:
         figures |= {"verified_rows": costs.num_verified, "verify_max_error": costs.verify_max_error}
     if flops.vision is not None:
@@ -80,11 +81,11 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
         "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
         # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.
         "dedup_ratio_of_groups": total["logical_tokens"] / max(total["tokens_of_groups"], 1),
-        # Without prefills, which a forward without gradient computes once more.
-        "flop_ratio": total["forward_alone"] / total["forward"],
         "peak_carried_gib": max(rank["cached_bytes"] for rank in ranks) / 2**30,
         f"attention_backend/{kernel}": 1.0,
     }
+    if "forward" in total:  # without prefills, which a forward without gradient computes once more
+        metrics["flop_ratio"] = total["forward_alone"] / total["forward"]
     if total.get("host_bytes"):
         metrics["host_gib"] = max(rank["host_bytes"] for rank in ranks) / 2**30
     if total.get("verified_rows"):

@@ -3,6 +3,8 @@
 import logging
 import platform
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification, PretrainedConfig
 from verl.utils.device import get_device_name
 
-from verl_pg_plugin.architectures import OVERRIDE, class_issues, config_issues
+from verl_pg_plugin.architectures import OVERRIDE, class_issues, config_issues, keyword_issues
 from verl_pg_plugin.attention.context import AttentionContext
+from verl_pg_plugin.attention.interface import ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, Kernel, select_kernel
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.mode import Engine
@@ -93,7 +96,8 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
 
     ``recomputed`` layers run a second time in the backward. A model that cannot run is a ValueError.
     """
-    refuse(module, config_issues(module.config) + class_issues(type(module)))
+    issues = config_issues(module.config) + class_issues(type(module))
+    refuse(module, issues or keyword_issues(type(module.base_model)))
     layers = count_layers(module.config.get_text_config())
     if not layers:  # a class of the checkpoint's own, and nothing would be replaced or checked
         why = "its config does not say how many layers it has"
@@ -106,7 +110,21 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
     # The cache goes by a layer's index, which is one for all runs of a layer in a forward.
     indices = {getattr(part, "layer_idx", None) for part in module.modules()} - {None}
     caches = len(indices) >= layers.total() and all(MIXERS[name].prefix_cache for name in layers)
-    return SharedModel(type(module).__name__, layers, ModelFlops.of(module), caches)
+    return SharedModel(type(module).__name__, layers, ModelFlops.or_tokens(lambda: module), caches)
+
+
+@contextmanager
+def own_attention_refused(model_type: str) -> Iterator[None]:
+    """Raise ValueError where the class that is built in this block looks attention up in a table of its own."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        raise ValueError(
+            f"prefixes cannot be shared in {model_type}: its class looks attention up in a table of its own (let it "
+            f"call transformers' ALL_ATTENTION_FUNCTIONS); {SHARING_OFF}"
+        ) from error
 
 
 def refuse(module: nn.Module, issues: list[Issue]) -> None:

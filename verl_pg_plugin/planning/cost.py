@@ -1,6 +1,6 @@
 """What tokens cost: one model for micro-batches, balance, metrics and ``estimate``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,19 @@ class ModelFlops:
     per_label: float  # of the head on one token
     pairs: tuple[PairCost, ...]  # one entry for each window that some layers have
     vision: VisionFlops | None = None  # None where no images are read
+    unknown: str = ""  # why tokens are counted in place of FLOPs; empty where they are not
+
+    @classmethod
+    def or_tokens(cls, build: Callable[[], nn.Module]) -> "ModelFlops":
+        """Return the FLOPs of the model that ``build`` returns, or tokens in their place with the cause.
+
+        Callers log the cause.
+        """
+        try:
+            return cls.of(build())
+        except Exception as error:  # a model class may raise anything, and a price is advice that must end no run
+            cause = f"cannot be counted ({type(error).__name__}: {' '.join(str(error).split())})"
+            return cls(per_token=1.0, per_label=0.0, pairs=(), unknown=cause)
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelFlops":

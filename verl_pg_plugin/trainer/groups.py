@@ -1,6 +1,7 @@
 """Which sequences of a batch meet on a rank and in a mini-batch, in the containers of V1 and V0; what that saved."""
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,11 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
         return
     if not hasattr(trainer, "_pg_flops"):
         trainer._pg_flops = actor_flops(trainer.config)
+        if why := trainer._pg_flops.unknown:
+            logger.warning("FLOPs of the actor %s: groups are balanced by tokens", why)
     if is_v1 := hasattr(batch, "tags"):
-        keys = [key.rsplit("_", 2) for key in batch.keys]  # {uid}_{session}_{place}
-        uids = [uid for uid, _, _ in keys]
-        sessions, places = (np.array([int(key[part]) for key in keys]) for part in (1, 2))
+        uids, *numbers = zip(*map(_split_key, batch.keys), strict=True)
+        sessions, places = map(np.array, numbers)
         prompts, responses = (np.array([tag[name] for tag in batch.tags]) for name in ("prompt_len", "response_len"))
     else:  # which has one sequence a session
         uids = batch.non_tensor_batch["uid"].tolist()
@@ -70,6 +72,12 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
     batch.reorder(balance.order.tolist() if is_v1 else torch.from_numpy(balance.order))
 
 
+def _split_key(key: str) -> tuple[str, int, int]:
+    """Return uid, session and place of ``{uid}_{session}_{place}``; any other key is a group of its own, as in verl."""
+    found = re.fullmatch(r"(.*)_(\d+)_(\d+)", key, re.DOTALL)
+    return (found[1], int(found[2]), int(found[3])) if found else (key, 0, 0)
+
+
 def rollout_metrics(trainer: Any) -> dict[str, float]:
     """Return what our router has counted since the last batch; empty with another router."""
     managers = (getattr(trainer, f"{kind}_server_manager", None) for kind in ("standalone", "llm"))
@@ -80,9 +88,13 @@ def rollout_metrics(trainer: Any) -> dict[str, float]:
 
 def actor_flops(config: DictConfig) -> ModelFlops:
     """Price of the actor's tokens, from the config that verl's trainers load for the tokenizer: no weight is read."""
-    section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
-    model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
-    return ModelFlops.of(text_skeleton(model.hf_config, model.trust_remote_code))
+
+    def build() -> Any:
+        section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
+        model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
+        return text_skeleton(model.hf_config, model.trust_remote_code)
+
+    return ModelFlops.or_tokens(build)
 
 
 def updated(trainer: Any, metrics: dict[str, Any]) -> None:
