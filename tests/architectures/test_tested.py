@@ -53,7 +53,7 @@ def test_what_no_test_runs_is_named() -> None:
 
     assert why("gemma4_text", attention_k_eq_v=True) == "no test runs gemma4_text with attention_k_eq_v=True"
     assert why("gemma3n_text", num_kv_shared_layers=1) == "no test runs gemma3n_text with num_kv_shared_layers=1"
-    assert why("falcon") == "no test runs models of type falcon"
+    assert why("stablelm") == "no test runs models of type stablelm"
     with patch.object(Qwen3MLP, "forward", lambda self, x: x):
         said = "model.layers.0.mlp of Qwen3ForCausalLM is a Qwen3MLP, whose code in tests.architectures.test_tested"
         assert why("qwen3").startswith(said)
