@@ -7,19 +7,18 @@ from typing import Any
 
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 
-EXACT_TYPES = frozenset(
-    (
-        "afmoe apertus apertus1p5_text arcee axk1 beam bitnet code_llama codegen cohere cohere2 cohere2_moe "
-        "cohere_compass_text cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe "
-        "flex_olmo flint fuyu gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe "
-        "glm4_moe_lite gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa "
-        "granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "
-        "jais2 jetmoe kolibri1 laguna llama longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral "
-        "ministral3 mistral mixtral modernbert-decoder moshi nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 "
-        "qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla "
-        "sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
-    ).split()
-) | frozenset(IMAGE_MODEL_TYPES)
+_TEXT_TYPES = (
+    "afmoe apertus apertus1p5_text arcee axk1 beam bitnet code_llama codegen cohere cohere2 cohere2_moe "
+    "cohere_compass_text cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe "
+    "flex_olmo flint fuyu gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe "
+    "glm4_moe_lite gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa "
+    "granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "
+    "jais2 jetmoe kolibri1 laguna llama longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral "
+    "ministral3 mistral mixtral modernbert-decoder moshi nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 "
+    "qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla "
+    "sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
+)
+EXACT_TYPES = frozenset({*_TEXT_TYPES.split(), *IMAGE_MODEL_TYPES})
 """Those of docs/models.md, which a test compares, and those with images."""
 
 TESTED_SWITCHES = frozenset(
@@ -28,8 +27,8 @@ TESTED_SWITCHES = frozenset(
 """Booleans of a config that ``tests/architectures/test_tested.py`` switches on where they are off by default."""
 
 WITHOUT_EFFECT = frozenset(
-    ("add_cross_attention", "is_decoder", "output_attentions", "output_hidden_states", "output_router_logits")
-) | {"return_dict", "use_cache"}
+    ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache")
+)
 """Booleans that change no log-prob of a decoder."""
 
 PACKAGES = ("fla.", "liger_kernel.", "peft.", "torch.", "transformers.", "veomni.", "verl.", "verl_pg_plugin.")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-
 from benchmarks.batches import make_batch
 
 from tests.engine import modeling_own

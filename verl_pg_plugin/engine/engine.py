@@ -307,9 +307,7 @@ class SharedPrefixEngine(FSDPEngine):
         finally:
             self.module.train(training)
 
-    def _compute_alone(
-        self, batch: _MiniBatch, chosen: list[int], make_noise: Callable[[], Noise] | None
-    ) -> Responses:
+    def _compute_alone(self, batch: _MiniBatch, chosen: list[int], make_noise: Callable[[], Noise] | None) -> Responses:
         """Some samples of a mini-batch, each in a forward of its own, with noise in its layers if any is given."""
         responses: dict[str, list[torch.Tensor]] = {}
         for index in chosen:

@@ -9,8 +9,8 @@ rounding step, up or down at random, which is no less than what another order of
 the tolerance. A fault moves whole tokens in one direction and stays far above it. The mean over each response is
 bounded too, or a faint fault in every token would pass, such as positions that are off by one.
 
-Near a tie of two experts rounding moves a token by much or not at all. So an error beyond the tolerance is compared once
-more: a token may be off by as much more as it moves in any of several forwards with four times the noise. A fault does
+Near a tie of two experts rounding moves a token by much or not at all. So an error beyond the tolerance is compared
+again: a token may be off by as much more as it moves in any of several forwards with four times the noise. A fault does
 not choose those tokens.
 """
 
