@@ -51,7 +51,7 @@ def test_what_no_test_runs_is_named() -> None:
     def why(model_type: str, **switches: object) -> str:
         return untested_part(text_skeleton(tiny_config(model_type, **switches)))
 
-    assert why("gemma4_text", attention_k_eq_v=True) == "no test runs gemma4_text with attention_k_eq_v=True"
+    assert why("gpt_neox", use_parallel_residual=False) == "no test runs gpt_neox with use_parallel_residual=False"
     assert why("gemma3n_text", num_kv_shared_layers=1) == "no test runs gemma3n_text with num_kv_shared_layers=1"
     assert why("stablelm") == "no test runs models of type stablelm"
     with patch.object(Qwen3MLP, "forward", lambda self, x: x):

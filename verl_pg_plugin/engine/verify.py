@@ -226,7 +226,7 @@ class Verifier:
         its tolerance, its rank raises MismatchError and the others RankError.
         """
         start = time.perf_counter()
-        alone, given, moved = compute_alone(None), self.options.verify_tolerance, None
+        alone, given = compute_alone(None), self.options.verify_tolerance
         if given is not None:
             tolerances = dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
         else:
