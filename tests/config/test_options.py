@@ -23,7 +23,7 @@ WRONG = [
     ("rollout", "on", "is unknown; the values are auto, off"),
     ("rollout", False, "is unknown; the values are auto, off"),
     *(
-        ("verify", value, "is unknown; the values are off, first and every_<number>")
+        ("verify", value, "is unknown; the values are auto, off, first and every_<number>")
         for value in ("always", True, "every_0", "every_", 50)
     ),
     *(
@@ -57,7 +57,7 @@ def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
 def test_options_of_an_sft_run_which_no_preflight_sees_are_read_and_checked_by_the_engine_config():
     read = PrefixGrouperEngineConfig(prefix_grouper={"activations": "inputs"}).prefix_grouper
     assert read == PrefixGrouperOptions(activations="inputs")
-    for wrong, fix in ({"activatons": "inputs"}, "activations"), ({"verify": "every100"}, "verify=off, first"):
+    for wrong, fix in ({"activatons": "inputs"}, "activations"), ({"verify": "every100"}, "verify=auto, off, first"):
         with pytest.raises(ConfigError, match=rf"\+engine\.prefix_grouper\.{fix}"):
             PrefixGrouperEngineConfig(prefix_grouper=wrong)
     with pytest.raises(ConfigError, match="is not a boolean"):

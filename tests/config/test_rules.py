@@ -45,7 +45,6 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
     (PADDED, f"{REF}.fsdp_config.{SP}=2", "", "shard edges", ""),
     (PADDED, FUSED, "", "columns of padded groups", ""),
     (PADDED, f"{REF}.fsdp_config.pad_to_length=True", "", "the longest one", ""),
-    (PADDED, "++prefix_grouper.verify=first", "", "to compare with", "packed mode"),
     (PADDED, NEXT, UNPADDED, "share packed tokens only", ""),
     (PADDED, VL, UNPADDED, "reads images", ""),
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from benchmarks.batches import Sample, make_batch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from tests.architectures.tiny_configs import save_causal
 from tests.engine.ranks import on_ranks
 from tests.precision import PRECISIONS
 from tests.support import check_exact, critic_batch, group, infer, jagged, make_engine, save_tiny_model, update
 from verl_pg_plugin.config import PrefixGrouperOptions
 from verl_pg_plugin.engine import verify as verify_module
 from verl_pg_plugin.engine.batch import read_sequences
-from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, relative_errors
+from verl_pg_plugin.engine.verify import MismatchError, Tolerance, Verifier, compare, relative_errors
 from verl_pg_plugin.layout import PackedLayout
 
 SAMPLES = [*group(30, [25, 19, 31, 7], 1), *group(18, [22, 24], 2), *group(33, [14], 3)]
@@ -133,7 +135,7 @@ def test_the_message_names_sample_token_and_ways_out(qwen3: str) -> None:
     with pytest.raises(MismatchError) as caught:
         infer(break_layouts(make_engine(qwen3, engine=FIRST)), batch)
     for part in (
-        r"^sample \d \(uid prompt-\d\) of the 7 in forward-only micro-batch 0",
+        r"^\+\+prefix_grouper.verify=first: sample \d \(uid prompt-\d\) of the 7 in forward-only micro-batch 0 ",
         r"of response token \d+ of \d+ is -?[\d.]+, and alone -?[\d.]+ \(error [\d.]+, tolerance [\d.e-]+",
         r"2 layers, all through packed attention, attention kernel sdpa, torch\.float32",
         r"use_prefix_grouper=False.*verify_tolerance",
@@ -184,9 +186,64 @@ def test_a_critic_is_verified_by_its_values(value_model: str) -> None:
         update(break_layouts(make_engine(value_model, engine=FIRST, critic=True)), batch)
 
 
+def test_a_token_that_noise_flips_may_be_off_by_as_much_and_no_other() -> None:
+    expected, errors = {"x": [torch.zeros(100)]}, torch.zeros(100)
+    flip, tolerances = torch.zeros(100), {"x": Tolerance(per_token=0.1, mean=0.01)}
+    flip[7], errors[7] = 0.5, 0.55
+    moved = [{"x": [torch.zeros(100)]}, {"x": [flip]}, {"x": [torch.full((100,), float("inf"))]}]
+    assert compare({"x": [errors]}, expected, tolerances)[1] is not None
+    assert compare({"x": [errors]}, expected, tolerances, moved) == (pytest.approx(0.55), None)
+    errors[42] = 0.11
+    _, worst = compare({"x": [errors]}, expected, tolerances, moved)
+    assert worst
+    assert worst[1].startswith("x of response token 42 of 100")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_tie_that_the_first_noise_leaves_alone_is_found_by_others() -> None:
+    """A token whose expert depends on the sign of its noise, as at a tie of two."""
+    verifier, ones = Verifier(PrefixGrouperOptions(verify="every_1"), "", torch.bfloat16), torch.ones(50).bfloat16()
+    tie = int((verify_module.rounding_noise()(ones) > 1).nonzero()[0])
+
+    def compute_alone(make_noise: Any, flipped: bool = False, wrong: int | None = None) -> dict[str, Any]:
+        moved = make_noise()(ones) if make_noise else ones
+        log_probs = -moved.double()
+        log_probs[tie] -= 0.5 * (flipped or bool(moved[tie] < 1))
+        if wrong is not None:
+            log_probs[wrong] -= 0.5
+        return {"log_probs": [log_probs] * 2}
+
+    def check(got: dict[str, Any]) -> float:
+        planned = SimpleNamespace(reads_ancestors=True)
+        return verifier.check(got, compute_alone, planned, [0, 1], WHOLE, "update")
+
+    assert check(compute_alone(None, flipped=True)) == pytest.approx(0.5)
+    with pytest.raises(MismatchError, match=f"response token {tie + 1} of 50"):
+        check(compute_alone(None, flipped=True, wrong=tie + 1))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_one_wrong_token_of_a_mixture_of_experts_is_noticed_in_bf16(model_type: str, tmp_path: Path) -> None:
+    engine = make_engine(save_causal(tmp_path, model_type), engine={**ALWAYS, **PRECISIONS["bf16"]})
+    for seed in range(3):
+        infer(engine, make_batch(random_samples(seed)))
+    compute = engine.compute
+
+    def one_wrong_token(inputs: Any, *args: Any) -> dict[str, torch.Tensor]:
+        outputs = compute(inputs, *args)
+        if inputs.layout.shares_tokens:
+            log_probs = outputs["log_probs"]
+            log_probs.values()[log_probs.offsets()[1:] - 2] -= 50.0
+        return outputs
+
+    engine.compute = one_wrong_token
+    with pytest.raises(MismatchError, match="log_probs of response token"):
+        infer(engine, WHOLE)
+
+
 def test_samples_take_turns_layers_have_noise_of_their_own_and_what_rounding_may_change_is_not_compared() -> None:
     sequences, options = read_sequences(WHOLE), PrefixGrouperOptions(verify="every_1")
-    verifier = verify_module.Verifier(options, "", torch.float32)
+    verifier = Verifier(options, "", torch.float32)
     assert {sample for _ in range(4) for sample in verifier.choose(None, sequences, "update")} == set(range(7))
     move, ones = verify_module.rounding_noise(), torch.ones(64)
     assert not torch.equal(move(ones), move(ones))

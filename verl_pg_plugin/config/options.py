@@ -24,7 +24,7 @@ class PrefixGrouperOptions:
             log-sum-exp. attention_on_host: the same in pinned memory of the host. inputs: their inputs alone, so that
             the backward runs attention a second time. inputs_on_host: the same on the host. auto takes for each
             micro-batch the first of attention, attention_on_host and inputs_on_host that fits. Gradients are alike to
-            the bit.
+            the bit, unless the level changes how a group is split.
         compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU unless
             something is known to speak against it (``config.compile``), True wherever it can work.
         logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
@@ -33,8 +33,9 @@ class PrefixGrouperOptions:
             computes it again in each.
         rollout: auto routes the samples of a prompt to one server, lets vLLM read a shared prompt once for each step of
             decode, and looks for finished responses every 0.1 s, each where it pays; off changes nothing in rollouts.
-        verify: recompute two samples of live micro-batches alone, compare, and end the run where they differ: in none
-            of them (off), in the first, or in every n-th (every_100).
+        verify: recompute two samples of live micro-batches alone, compare, and end the run where they differ: in the
+            first micro-batch, in every n-th (every_100), or in none (off). auto does so in the first mini-batch of each
+            kind, old log-probs and updates, where no test covers the model's class or a switch of its config.
         verify_tolerance: largest error per token, relative to its value where that exceeds 1; null for one that is
             measured in the run.
 
@@ -48,7 +49,7 @@ class PrefixGrouperOptions:
     logits_chunk_size: int = 2048
     carry: str = "auto"
     rollout: str = "auto"
-    verify: str = "off"
+    verify: str = "auto"
     verify_tolerance: float | None = None
 
     def __post_init__(self) -> None:
@@ -104,8 +105,8 @@ def _fault(name: str, value: Any) -> tuple[str, str] | None:
         return "is neither auto nor a boolean; the values are auto, True and False without quotes", "auto"
     if name == "logits_chunk_size" and not (type(value) is int and value >= 0):
         return "is not an integer of at least 0", "<integer of at least 0>"
-    if name == "verify" and not (value in ("off", "first") or re.fullmatch(_EVERY, str(value))):
-        return "is unknown; the values are off, first and every_<number>", "off, first or every_<number>"
+    if name == "verify" and not (value in ("auto", "off", "first") or re.fullmatch(_EVERY, str(value))):
+        return "is unknown; the values are auto, off, first and every_<number>", "auto, off, first or every_<number>"
     if name == "verify_tolerance" and not (value is None or (type(value) in (int, float) and 0 < value < math.inf)):
         why = "is not a finite number above 0: one lets nothing pass, the other everything"
         return why, "null or <number above 0>"

@@ -237,9 +237,6 @@ def padded_groups(engine: Engine) -> Iterator[Issue]:
     if engine.get("pad_to_length"):
         why = "the length of padded groups follows from the longest one"
         yield refuse(f"{engine.section}.pad_to_length=True", why)
-    if (verify := engine.option("verify")) not in (None, "off"):
-        why = "padded groups have no tokens of a sample alone to compare with"
-        yield refuse(f"++{OPTIONS}.verify={verify}", why)
     runs = (mixer for mixer in _mixers(engine) if not mixer.obstacles(engine.hf_config.get_text_config()))
     if packed_only := [mixer.name for mixer in runs if not mixer.padded_groups]:
         why = f"{', '.join(packed_only)} layers of {engine.hf_config.model_type} share packed tokens only"

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from verl_pg_plugin.engine.prepare import (
     refuse,
 )
 from verl_pg_plugin.engine.ranks import agreement, gather
-from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
+from verl_pg_plugin.engine.verify import Noise, Responses, Verifier, read_responses
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, Sequences
 from verl_pg_plugin.modalities import Kind, modality_of
@@ -65,6 +65,10 @@ class _MiniBatch:
     costs: MiniBatchCosts
     loss_function: Callable | None
     forward_only: bool
+
+    @property
+    def kind(self) -> str:
+        return "forward-only" if self.forward_only else "update"
 
 
 class SharedPrefixEngine(FSDPEngine):
@@ -148,7 +152,8 @@ class SharedPrefixEngine(FSDPEngine):
     @cached_property
     def verifier(self) -> Verifier:
         layers = f"{self.shared_model.layers.total()} layers, all through packed attention"
-        return Verifier(self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype)
+        model = f"{layers}, attention kernel {self.kernel.name}"
+        return Verifier(self.options, model, self._autocast_dtype, self.shared_model.untested)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
@@ -157,15 +162,15 @@ class SharedPrefixEngine(FSDPEngine):
 
         Returns ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output``
         asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong with a mini-batch is a ValueError (a field
-        that it lacks a KeyError) or RankError on every rank; what else fails, as verify mode by MismatchError, fails on
-        its rank alone.
+        that it lacks a KeyError) or RankError on every rank, what verify mode finds a MismatchError or RankError; what
+        else fails, fails on its rank alone.
         """
         plan = self.plan(data, forward_only)
         of_losses = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}
         tu.assign_non_tensor(plan.data, sp_size=self.ulysses_sequence_parallel_size, **of_losses)
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
         cache = PrefixCache()
-        costs = MiniBatchCosts(verifies=self.options.verify != "off")
+        costs = MiniBatchCosts(verifies=self.verifier.enabled)
         batch = _MiniBatch(plan, SequenceSelector(plan.data), cache, costs, loss_function, forward_only)
         results = []
         for index, planned in enumerate(plan.micro_batches):
@@ -176,6 +181,7 @@ class SharedPrefixEngine(FSDPEngine):
             if not returns_outputs:
                 del result["model_output"]
             results.append(result)
+        self.verifier.end_mini_batch(batch.kind)
         if cache.num_tokens:
             raise RuntimeError(f"the gradients of {cache.num_tokens} cached tokens were never consumed")
 
@@ -248,16 +254,12 @@ class SharedPrefixEngine(FSDPEngine):
     def _run(self, batch: _MiniBatch, planned: PlannedMicroBatch) -> dict[str, Any]:
         """One micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
         loss_function, forward_only, costs = batch.loss_function, batch.forward_only, batch.costs
-        kind = "forward-only" if forward_only else "update"
         sequences = batch.plan.sequences.select(planned.sequences)
         micro_batch = batch.selector.select(planned.sequences, self._device)
         # A chunk of an update takes from the cache what it computes itself; what it reads is there, or is prefilled.
         # All forwards without gradient come first: FSDP2 expects a forward's backward to come next.
         consumed = [] if forward_only else batch.cache.consume(planned.layout)
         self._prefill(batch, planned)
-        samples = self.verifier.choose(planned, sequences, kind)
-        chosen = [planned.sequences[sample] for sample in samples]
-        alone = self._compute_alone(batch, chosen) if chosen else None
         access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
         inputs = self._inputs(planned.layout, sequences, batch.plan.shown, access)
         self.activations.begin(planned.level)
@@ -272,10 +274,11 @@ class SharedPrefixEngine(FSDPEngine):
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
         outputs = {name: values.detach() for name, values in outputs.items()}
-        if alone is not None:
+        if samples := self.verifier.choose(planned, sequences, batch.kind):
             got = read_responses(outputs, samples, sequences.prompt_lengths)
-            costs.num_verified += len(samples)
-            max_error = self.verifier.check(got, *alone, planned, samples, micro_batch, kind)
+            alone = partial(self._compute_alone, batch, [planned.sequences[sample] for sample in samples])
+            costs.num_verified += len(set(samples))
+            max_error = self.verifier.check(got, alone, planned, samples, micro_batch, batch.kind)
             costs.verify_max_error = max(costs.verify_max_error, max_error)
         costs.num_padding += inputs.num_padding
         return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
@@ -310,21 +313,19 @@ class SharedPrefixEngine(FSDPEngine):
         finally:
             self.module.train(training)
 
-    def _compute_alone(self, batch: _MiniBatch, chosen: list[int]) -> tuple[Responses, Responses]:
-        """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance."""
-        micro_batch = batch.selector.select(chosen, self._device)
-        sequences = batch.plan.sequences.select(chosen)
-        layout = sequences.unshared().lay_out()
-
-        def responses(noise: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Responses:
-            inputs = self._inputs(layout, sequences, batch.plan.shown)
-            inputs.context.perturb = noise
+    def _compute_alone(self, batch: _MiniBatch, chosen: list[int], make_noise: Callable[[], Noise] | None) -> Responses:
+        """Some samples of a mini-batch, each in a forward of its own, with noise in its layers if any is given."""
+        responses: dict[str, list[torch.Tensor]] = {}
+        for index in chosen:
+            sequences = batch.plan.sequences.select([index])
+            inputs = self._inputs(sequences.unshared().lay_out(), sequences, batch.plan.shown)
+            inputs.context.perturb = make_noise and make_noise()
+            micro_batch = batch.selector.select([index], self._device)
             with torch.no_grad(), self._autocast():
                 outputs = self.compute(inputs, micro_batch, batch.loss_function)
-            return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
-
-        alone = responses()
-        return alone, alone if self.options.verify_tolerance is not None else responses(rounding_noise())
+            for name, values in read_responses(outputs, [0], sequences.prompt_lengths).items():
+                responses.setdefault(name, []).extend(values)
+        return responses
 
     def _inputs(
         self, layout: Layout, sequences: Sequences, shown: frozenset[Kind], cache: CacheAccess | None = None

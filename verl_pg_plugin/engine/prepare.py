@@ -28,6 +28,7 @@ from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.tested import untested_part
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class SharedModel:
     layers: Counter[str]  # by the name of their mixer
     flops: ModelFlops
     prefix_cache: bool  # whether every layer reads tokens that another micro-batch has computed
+    untested: str = ""  # why no test holds it to every sequence alone, empty if one does
 
     def check_every_layer_mixed(self, context: AttentionContext) -> None:
         """Raise RuntimeError if layers mixed tokens by other means in the forward that ``context`` was made for."""
@@ -98,6 +100,7 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
     """
     issues = config_issues(module.config) + class_issues(type(module))
     refuse(module, issues or keyword_issues(type(module.base_model)))
+    untested = untested_part(module)  # before mixers replace parts of it
     layers = count_layers(module.config.get_text_config())
     if not layers:  # a class of the checkpoint's own, and nothing would be replaced or checked
         why = "its config does not say how many layers it has"
@@ -110,7 +113,7 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
     # The cache goes by a layer's index, which is one for all runs of a layer in a forward.
     indices = {getattr(part, "layer_idx", None) for part in module.modules()} - {None}
     caches = len(indices) >= layers.total() and all(MIXERS[name].prefix_cache for name in layers)
-    return SharedModel(type(module).__name__, layers, ModelFlops.or_tokens(lambda: module), caches)
+    return SharedModel(type(module).__name__, layers, ModelFlops.or_tokens(lambda: module), caches, untested)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What ranks tell each other; an error on one of them is raised on all.
 
-Ranks agree in front of a mini-batch's first forward. What fails later fails on its rank alone: the others wait for it
-in the collectives of the model, and torch or Ray ends the run.
+Ranks agree in front of a mini-batch's first forward, and on what verify mode finds. What else fails later fails on its
+rank alone: the others wait for it in the collectives of the model, and torch or Ray ends the run.
 """
 
 from collections.abc import Iterator

@@ -1,16 +1,24 @@
 """Verify mode: some samples of a live micro-batch are computed alone and must give the same numbers.
 
+``verify=auto`` does so in the first mini-batches of a model that the tests do not cover (``tested.py``).
+
 Two forwards of one sample that add in another order differ by rounding, and how far that moves a log-prob depends on
 dtype, depth and weights: no constant is both above the noise of a large model in bf16 and below a fault in a small one.
 So the noise is measured: the sample is computed once more with every element of every attention output moved by a
 rounding step, up or down at random, which is no less than what another order of adding does. Four times the change is
 the tolerance. A fault moves whole tokens in one direction and stays far above it. The mean over each response is
 bounded too, or a faint fault in every token would pass, such as positions that are off by one.
+
+Near a tie of two experts rounding moves a token by much or not at all. So an error beyond the tolerance is compared
+again: a token may be off by as much more as it moves in any of several forwards with four times the noise. A fault does
+not choose those tokens.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
@@ -21,13 +29,17 @@ from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.config import PrefixGrouperOptions
 from verl_pg_plugin.engine.plan import PlannedMicroBatch
+from verl_pg_plugin.engine.ranks import agreement, gather
+from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.layout import IntArray, Sequences
 
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 2
 """Samples that are computed alone in a micro-batch."""
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = 4
+NUM_FLIP_SEEDS = 8
+"""Two forwards each, with noise and its opposite, one of which flips a token at a tie."""
 
 # bf16 and fp16 products are summed in float32 and rounded once, when they are stored; float32 sums round at each term.
 _ROUNDING_STEP = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 16.0}
@@ -35,6 +47,9 @@ _LEAST_TOLERANCE = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 1024
 
 Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
 """By output (``log_probs``, ``entropy``, ``sum_pi_squared``, ``values``): (R,) float64 of each sample, on the host."""
+Errors: TypeAlias = dict[str, list[torch.Tensor]]
+"""``relative_errors`` of such."""
+Noise: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Tolerance(NamedTuple):
@@ -60,30 +75,39 @@ class Tolerance(NamedTuple):
 
 
 def compare(
-    got: Responses, expected: Responses, tolerances: Mapping[str, Tolerance]
+    got: Responses, expected: Responses, tolerances: Mapping[str, Tolerance], moved: list[Errors] | None = None
 ) -> tuple[float, tuple[int, str] | None]:
-    """The largest error, and the sample furthest beyond the tolerance of its output, if any is, with how it is off."""
+    """The largest error, and the sample furthest beyond the tolerance of its output, if any is, with how it is off.
+
+    The largest of ``moved``, changes by large noise, is added to the tolerance of each token and of the mean.
+    """
     max_error, factor, worst = 0.0, 1.0, None
     for name, of_samples in relative_errors(got, expected).items():
         tolerance = tolerances[name]
         for sample, error_R in ((at, of_one) for at, of_one in enumerate(of_samples) if len(of_one)):
-            token, num_tokens = int(error_R.argmax()), len(error_R)
-            error, mean = error_R[token].item(), error_R.mean().item()
+            num_tokens, mean = len(error_R), error_R.mean().item()
             # One token of the response may be off by all that a token may.
             mean_tolerance = min(tolerance.mean + tolerance.per_token / num_tokens, tolerance.per_token)
-            max_error = max(max_error, error)
-            if (times := max(error / tolerance.per_token, mean / mean_tolerance)) > factor:
+            tolerance_R = torch.full_like(error_R, tolerance.per_token)
+            if moved:
+                changes_KR = torch.stack([changes[name][sample] for changes in moved]).nan_to_num(posinf=0.0)
+                tolerance_R += changes_KR.amax(0)
+                mean_tolerance += changes_KR.mean(1).max().item()
+            token = int((error_R / tolerance_R).argmax())
+            max_error = max(max_error, error_R.max().item())
+            times = max((error_R / tolerance_R)[token].item(), mean / mean_tolerance)
+            if times > factor:
                 factor = times
                 text = (
                     f"{name} of response token {token} of {num_tokens} is {got[name][sample][token]:.6g}, and alone "
-                    f"{expected[name][sample][token]:.6g} (error {error:.3g}, tolerance {tolerance.per_token:.3g}; "
-                    f"mean over the response {mean:.3g}, tolerance {mean_tolerance:.3g})"
+                    f"{expected[name][sample][token]:.6g} (error {error_R[token]:.3g}, tolerance "
+                    f"{tolerance_R[token]:.3g}; mean over the response {mean:.3g}, tolerance {mean_tolerance:.3g})"
                 )
                 worst = sample, text
     return max_error, worst
 
 
-def relative_errors(got: Responses, expected: Responses) -> dict[str, list[torch.Tensor]]:
+def relative_errors(got: Responses, expected: Responses) -> Errors:
     """(R,) error of each token of each sample, relative to the larger of 1 and the expected magnitude.
 
     Infinite where one of the two is not a number; equal infinities, and what is not a number in both, are no error.
@@ -112,17 +136,18 @@ def read_responses(
     return responses
 
 
-def rounding_noise() -> Callable[[torch.Tensor], torch.Tensor]:
-    """For one forward: moves every element of each layer's (T, ...) up or down by a rounding step.
+def rounding_noise(steps: int = 1, seed: int = 0) -> Noise:
+    """For one forward: moves every element of each layer's (T, ...) up or down by some rounding steps.
 
-    Each layer has signs of its own, or errors would add up or cancel; they are the same in each process.
+    Negative steps move each element the other way. Each layer has signs of its own, or errors would add up or cancel;
+    they are the same in each process.
     """
-    layers = count()
+    layers = count(seed << 16)  # a CPU's generator reads 32 bits
 
     def move(out: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator(out.device).manual_seed(next(layers))
         signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1
-        step = _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
+        step = steps * _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
         return (out.double() * (1 + step * signs)).to(out.dtype)
 
     return move
@@ -135,73 +160,118 @@ class MismatchError(RuntimeError):
 class Verifier:
     """Says which micro-batches are verified, and compares; ranks decide alike, as they have planned together.
 
-    ``model`` says in messages what runs; it computes in ``dtype``.
+    ``model`` says in messages what runs; it computes in ``dtype``. ``untested`` says why the tests do not cover it, for
+    ``verify=auto``; empty if they do.
     """
 
-    def __init__(self, options: PrefixGrouperOptions, model: str, dtype: torch.dtype) -> None:
+    def __init__(self, options: PrefixGrouperOptions, model: str, dtype: torch.dtype, untested: str = "") -> None:
         self.options, self.model, self.dtype = options, model, dtype
+        self._is_auto = options.verify == "auto"
+        self._untested = max(gather(untested)) if self._is_auto else ""  # ranks compare together, or none does
+        self.enabled = bool(self._untested) if self._is_auto else options.verify != "off"
+        if self._untested:
+            logger.warning(
+                "verify=auto: %s, so the first mini-batch of each kind is compared with sequences alone, two of each "
+                "micro-batch; ++prefix_grouper.verify=off leaves that out",
+                self._untested,
+            )
         self._seen: Counter[str] = Counter()
         self._verified: dict[str, bool] = {}  # kinds, and whether ancestors were read in any that was verified
+        self._before: dict[str, bool] = {}  # the same before this mini-batch
         self._turn = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_samples, self._max_error, self._seconds = 0, 0.0, 0.0
 
     def choose(self, planned: PlannedMicroBatch, sequences: Sequences, kind: str) -> list[int]:
         """Samples of a micro-batch to verify, asked once of each; ``kind`` is "update" or "forward-only".
 
-        Empty where it is not its turn, else the one with most attention across a prefix and one of the rest, in turn.
+        Empty where it is not its turn, else as many on every rank: the one that has most attention across a prefix that
+        other tokens separate from it, and one of the rest, in turn; a sole sample twice.
         """
         self._seen[kind] += 1
         if not self._is_due(planned, kind):
             return []
         order = sequences.order()
-        shared = np.maximum(order.num_shared, np.append(order.num_shared[1:], 0))
-        by_sharing = order.sequences[np.argsort(-shared * (order.num_tokens - shared), kind="stable")]
-        num_samples = min(NUM_SAMPLES, len(by_sharing))
-        chosen = by_sharing[(np.arange(num_samples) * len(by_sharing) // num_samples + self._turn) % len(by_sharing)]
+        across = order.num_shared * (order.num_tokens - order.num_shared)
+        by_sharing = order.sequences[np.argsort(-across, kind="stable")]
+        chosen = by_sharing[(np.arange(NUM_SAMPLES) * len(by_sharing) // NUM_SAMPLES + self._turn) % len(by_sharing)]
         self._turn += 1
         return chosen.tolist()
 
     def _is_due(self, planned: PlannedMicroBatch, kind: str) -> bool:
         if period := self.options.verify_period:
             return (self._seen[kind] - 1) % period == 0
-        if period is None or self._verified.get(kind):
+        # All of a mini-batch with auto, which looks for classes that mix neighbours, whether these share or not.
+        verified = self._before if self._is_auto else self._verified
+        if not self.enabled or verified.get(kind):
             return False
         # The first that shares anything on any rank. Where no sequence attended to tokens of another in it (turns that
         # only continue one another, the chunk that computes a prompt), the first in which one does has its turn too.
-        return planned.reads_ancestors or (planned.shares_tokens and kind not in self._verified)
+        return planned.reads_ancestors or ((planned.shares_tokens or self._is_auto) and kind not in verified)
 
     def check(
         self,
         got: Responses,
-        alone: Responses,
-        perturbed: Responses,
+        compute_alone: Callable[[Callable[[], Noise] | None], Responses],
         planned: PlannedMicroBatch,
         samples: list[int],
         micro_batch: TensorDict,
         kind: str,
     ) -> float:
-        """The largest error of some samples of a micro-batch against the same alone, also with ``rounding_noise``.
+        """The largest error of some samples of a micro-batch against the same alone; all ranks call it together.
 
-        MismatchError on this rank alone where one exceeds its tolerance.
+        ``compute_alone`` runs each sample in a forward of its own, with noise where it is given. Where a sample exceeds
+        its tolerance, its rank raises MismatchError and the others RankError.
         """
-        if (given := self.options.verify_tolerance) is not None:
+        start = time.perf_counter()
+        alone, given = compute_alone(None), self.options.verify_tolerance
+        if given is not None:
             tolerances = dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
         else:
-            noise = relative_errors(perturbed, alone)
+            noise = relative_errors(compute_alone(rounding_noise), alone)
             tolerances = {name: Tolerance.from_noise(errors, self.dtype) for name, errors in noise.items()}
         max_error, worst = compare(got, alone, tolerances)
-        # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
-        level = logging.INFO if kind in self._verified else logging.WARNING
+        if any(gather(worst is not None)):
+            if given is None:
+                steps = ((sign * NOISE_FACTOR, 1 + seed) for seed in range(NUM_FLIP_SEEDS) for sign in (1, -1))
+                moved = [relative_errors(compute_alone(partial(rounding_noise, *pair)), alone) for pair in steps]
+                max_error, worst = compare(got, alone, tolerances, moved)
+            with agreement() as ranks:
+                if worst is not None:
+                    raise MismatchError(self._message(samples[worst[0]], worst[1], micro_batch, kind))
+                ranks.append(None)
         self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
-        if worst is None:
-            text = "%s micro-batch verified: samples alone (here %s) differ by at most %.3g"
-            logger.log(level, text, kind, samples, max_error)
-            return max_error
-        (number, how), uids = worst, tu.get(micro_batch, "uid")
-        sample = samples[number]
+        self._num_samples += len(set(samples))
+        self._max_error = max(self._max_error, max_error)
+        self._seconds += time.perf_counter() - start
+        return max_error
+
+    def end_mini_batch(self, kind: str) -> None:
+        """Log what was verified in a mini-batch."""
+        if self._num_samples:
+            # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
+            level = logging.INFO if kind in self._before else logging.WARNING
+            text = "%s mini-batch verified in %.1f s: %d samples alone differ by at most %.3g"
+            logger.log(level, text, kind, self._seconds, self._num_samples, self._max_error)
+        self._before = dict(self._verified)
+        self._begin()
+
+    def _message(self, sample: int, how: str, micro_batch: TensorDict, kind: str) -> str:
+        uids = tu.get(micro_batch, "uid")
         uid = "" if uids is None else f" (uid {uids[sample]})"
-        raise MismatchError(
-            f"sample {sample}{uid} of the {len(micro_batch)} in {kind} micro-batch {self._seen[kind] - 1}: with shared "
-            f"prefixes {how}; {self.model}, {self.dtype}. Set actor_rollout_ref.actor.use_prefix_grouper=False "
-            "and report the message; another ++prefix_grouper.attention_kernel tells whether it is to blame. If "
-            "stock verl with other micro-batches differs from itself as much, set ++prefix_grouper.verify_tolerance"
+        told = (
+            f"++prefix_grouper.verify={self.options.verify}: sample {sample}{uid} of the {len(micro_batch)} in {kind} "
+            f"micro-batch {self._seen[kind] - 1} is wrong with shared prefixes: {how}; {self.model}, {self.dtype}. "
+        )
+        if self._untested:
+            return (
+                f"{told}{self._untested}; a model that mixes tokens outside of attention cannot share prefixes. Fix: "
+                f"{SHARING_OFF.removeprefix('set ')}, or ++prefix_grouper.verify=off to train with these numbers"
+            )
+        return (
+            f"{told}Fix: {SHARING_OFF.removeprefix('set ')}, and report the message; another "
+            "++prefix_grouper.attention_kernel shows whether it is to blame. If stock verl with other micro-batches "
+            "differs from itself as much, set ++prefix_grouper.verify_tolerance"
         )

@@ -18,7 +18,7 @@ DEVICE_RESERVE = 0.08
 
 
 class Level(Enum):
-    """What a decoder layer keeps for its backward, and where it waits; gradients are alike to the bit.
+    """What a decoder layer keeps for its backward, and where it waits; gradients are alike to the bit where cuts are.
 
     ``ALL``: everything, nothing is computed again. ``ATTENTION``: its inputs, and the output and log-sum-exp of the
     attention kernel. ``INPUTS``: its inputs alone. ``ON_HOST``: what is kept waits in memory of the host.

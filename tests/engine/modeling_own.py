@@ -1,0 +1,72 @@
+"""A model class of the user's own: transformers' Qwen3 with something between tokens that is not attention.
+
+Copied next to a checkpoint for ``trust_remote_code``; ``config.mixing`` names what it adds.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+MIXINGS = ("convolution", "ngrams", "shift")
+
+
+def token_before(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """(B, T, ...) of the token before each, zero for the first of a sequence."""
+    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+    if starts is not None:
+        before[:, starts[:-1]] = 0
+    return before
+
+
+class NGrams(qwen3.nn.Embedding):
+    """Embeds each token and the pair of it and the one before."""
+
+    starts: torch.Tensor | None = None
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        pairs = (7 * input_ids + token_before(input_ids, self.starts)) % self.num_embeddings
+        return super().forward(input_ids) + super().forward(pairs)
+
+
+class MixingMLP(nn.Module):
+    """A layer's MLP behind a causal convolution of three tokens, or a shift by one."""
+
+    starts: torch.Tensor | None = None
+
+    def __init__(self, mlp: nn.Module, config: Qwen3Config) -> None:
+        super().__init__()
+        self.mlp = mlp
+        width = 3 if config.mixing == "convolution" else 2
+        self.taps = nn.Parameter(torch.randn(width - 1, config.hidden_size) / width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, mixed = x, x
+        for tap in self.taps:
+            before = token_before(before, self.starts)
+            mixed = mixed + tap * before
+        return self.mlp(mixed)
+
+
+class OwnForCausalLM(qwen3.Qwen3ForCausalLM):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        if config.mixing == "ngrams":
+            self.model.embed_tokens = NGrams(config.vocab_size, config.hidden_size)
+        elif config.mixing in MIXINGS:
+            self.model.layers[0].mlp = MixingMLP(self.model.layers[0].mlp, config)
+        self.post_init()
+
+
+class ByCuSeqlens(OwnForCausalLM):
+    """Reads where sequences start, which stock verl hands to a ``forward`` that has a parameter ``cu_seqlens``."""
+
+    def forward(
+        self, *args: Any, cu_seqlens: torch.Tensor | None = None, logits_to_keep: Any = 0, **kwargs: Any
+    ) -> Any:
+        for part in self.modules():
+            if hasattr(part, "starts"):
+                part.starts = cu_seqlens
+        return super().forward(*args, logits_to_keep=logits_to_keep, **kwargs)

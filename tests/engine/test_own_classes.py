@@ -1,0 +1,86 @@
+"""A model class that no test covers is compared in the first mini-batches of a run, and refused where it is wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from benchmarks.batches import make_batch
+
+from tests.engine import modeling_own
+from tests.engine.modeling_own import MIXINGS
+from tests.engine.ranks import on_ranks
+from tests.engine.test_verify import SAMPLES, inferred, updated, verified
+from tests.support import TINY, check_exact, group, infer, make_engine, old_outputs, run_reference, update
+from verl_pg_plugin.engine.ranks import RankError
+from verl_pg_plugin.engine.verify import MismatchError
+
+TRUSTED = {"trust_remote_code": True}
+CUT = make_batch(SAMPLES, max_token_len_per_gpu=120)
+
+
+def save_own(folder: Path, mixing: str, name: str = "OwnForCausalLM") -> str:
+    """A checkpoint of the known type qwen3 that brings its class along."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**TINY, mixing=mixing)
+    getattr(modeling_own, name)(config).save_pretrained(folder)
+    shutil.copy(str(modeling_own.__file__), folder)
+    file = folder / "config.json"
+    own = {"auto_map": {"AutoModelForCausalLM": f"modeling_own.{name}"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["OwnForCausalLM", "ByCuSeqlens"])
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_a_class_that_mixes_neighbouring_tokens_is_refused(mixing: str, name: str, tmp_path: Path) -> None:
+    path = save_own(tmp_path, mixing, name)
+    for run, kind in ((infer, "forward-only"), (update, "update")):
+        said = rf"(?s)^\+\+prefix_grouper.verify=auto: .*{kind} micro-batch 0 .* and alone -.*verify=off to train"
+        with pytest.raises(MismatchError, match=said):
+            run(make_engine(path, model=TRUSTED), make_batch(SAMPLES))
+
+
+def test_sequences_that_share_nothing_are_compared_too(tmp_path: Path) -> None:
+    engine = make_engine(save_own(tmp_path, "shift"), model=TRUSTED)
+    with pytest.raises(MismatchError):
+        infer(engine, make_batch([*group(9, [14], 1), *group(7, [12], 2), *group(8, [11], 3)]))
+
+
+def test_padded_groups_are_compared_too(tmp_path: Path) -> None:
+    engine = make_engine(save_own(tmp_path, "shift"), model=TRUSTED, padded=True)
+    with pytest.raises(MismatchError):
+        infer(engine, make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=7))
+
+
+def test_off_runs_such_a_class_all_the_same(tmp_path: Path) -> None:
+    path, batch = save_own(tmp_path, "shift"), make_batch(SAMPLES)
+    outputs = old_outputs(make_engine(path, model=TRUSTED, engine={"verify": "off"}), batch)["log_probs"]
+    alone = run_reference(path, batch, **TRUSTED).outputs["log_probs"]
+    assert max((got - want).abs().max() for got, want in zip(outputs, alone, strict=True)) > 0.1
+
+
+def test_a_right_class_passes_and_is_compared_in_one_mini_batch_of_each_kind(tmp_path: Path, caplog) -> None:
+    path = save_own(tmp_path, "nothing")
+    engine = make_engine(path, model=TRUSTED)
+    assert [verified(step(engine, CUT)) for step in (inferred, inferred, updated, updated)] == [4, 0, 4, 0]
+    check_exact(engine, path, CUT, **TRUSTED)
+    assert "the model is a OwnForCausalLM, whose code in transformers_modules" in caplog.text.replace("FSDP", "")
+    for kind in ("forward-only", "update"):
+        assert f"{kind} mini-batch verified in " in caplog.text
+
+
+def end_on_two_ranks(rank: int, path: str) -> tuple[str, str]:
+    """What ends a rank where only the first has neighbours that bleed into each other."""
+    batch = make_batch(SAMPLES if rank == 0 else group(9, [14], 1))
+    with pytest.raises((MismatchError, RankError)) as caught:
+        infer(make_engine(path, model=TRUSTED), batch)
+    return caught.type.__name__, str(caught.value)
+
+
+def test_ranks_end_together_where_one_is_wrong(tmp_path: Path) -> None:
+    (first, said), (second, told) = on_ranks(2, end_on_two_ranks, save_own(tmp_path, "shift"))
+    assert (first, second) == ("MismatchError", "RankError")
+    assert told == f"rank 0: MismatchError: {said}"
