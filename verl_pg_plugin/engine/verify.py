@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 NUM_SAMPLES = 2
 """Samples that are computed alone in a micro-batch."""
 NOISE_FACTOR = 4
+OUTLIER_FACTOR = 16
+"""Noise of a token over the median, above which it is no rounding. Of normal noise one token in 10^26 is above it."""
 NUM_FLIP_SEEDS = 8
 """Two forwards each, with noise and its opposite, one of which flips a token at a tie."""
 
@@ -62,12 +64,14 @@ class Tolerance(NamedTuple):
     def from_noise(cls, noise: list[torch.Tensor], dtype: torch.dtype) -> "Tolerance":
         """From the relative errors of each sample that come from rounding.
 
-        Tokens whose noise is not finite tell nothing: a tolerance without bound could not fail. A few eps of ``dtype``
-        always pass: noise of few tokens may be small by chance.
+        Tokens whose noise is not finite, or far above the median, do not count: a tolerance without bound could not
+        fail, and an expert that the noise flips would hide faults of its size. A few eps of ``dtype`` always pass:
+        noise of few tokens may be small by chance.
         """
         least = _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
         pooled = torch.cat(noise)
         pooled = pooled[pooled.isfinite()] if pooled.isfinite().any() else pooled.new_zeros(1)
+        pooled = pooled[pooled <= max(OUTLIER_FACTOR * pooled.median().item(), least)]
         return cls(
             per_token=max(NOISE_FACTOR * pooled.max().item(), least),
             mean=max(NOISE_FACTOR * pooled.mean().item(), least / 16),
