@@ -20,13 +20,11 @@ HEAVY = {"torch", "verl", "transformers", "tensordict", "ray"}
 
 
 def imports_of(file: Path) -> set[str]:
-    """Dotted names that a module imports, inside functions too, but not those of types alone."""
+    """Dotted names that a module imports, inside functions and for types alone too."""
     names: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(file.read_text())]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

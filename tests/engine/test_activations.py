@@ -28,8 +28,8 @@ from tests.precision import BF16
 from tests.support import Result, assert_same, infer, make_engine, run_reference, save_tiny_model, splitting, update
 from verl_pg_plugin.engine import activations, compiled_layers
 from verl_pg_plugin.engine import engine as engine_module
-from verl_pg_plugin.planning import activation_level
 from verl_pg_plugin.planning.activation_level import Level, Room
+from verl_pg_plugin.planning.activation_policy import Levels
 from verl_pg_plugin.planning.memory import WeightBytes
 
 LAYERS = 4
@@ -222,7 +222,7 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
     assert same_bits(results)
     monkeypatch.setattr(engine_module, "room_of_rank", lambda *_: Room(1.0, 0.0))
     choose = Mock(return_value=Level.ATTENTION)
-    monkeypatch.setattr(activation_level.Levels, "choose", choose)
+    monkeypatch.setattr(Levels, "choose", choose)
     plan = splits.plan(make_batch(trie(), max_token_len_per_gpu=56), forward_only=False)
     of_each = [call(p.layout.num_tokens, len(p.layout.head_index), **p.layout.cache_use) for p in plan.micro_batches]
     assert (choose.call_args_list, plan.num_split_groups > 0) == (of_each, True)

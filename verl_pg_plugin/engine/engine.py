@@ -47,7 +47,8 @@ from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, ro
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, Sequences
 from verl_pg_plugin.modalities import Kind, modality_of
-from verl_pg_plugin.planning.activation_level import Level, Levels, Room
+from verl_pg_plugin.planning.activation_level import Level, Room
+from verl_pg_plugin.planning.activation_policy import Levels
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 logger = logging.getLogger(__name__)
