@@ -23,6 +23,7 @@ from verl.utils.config import validate_config
 from verl.workers.config import CriticConfig
 
 from verl_pg_plugin import compat
+from verl_pg_plugin.after_import import registrations
 from verl_pg_plugin.architectures import steady_length
 from verl_pg_plugin.config import rules
 from verl_pg_plugin.config.checkpoint import read_checkpoint
@@ -79,7 +80,7 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     """What the modes say against a run: its flags and options, its checkpoints and its engines."""
     found, shares = [*_flag_issues(config)], mode_of(config).shares_prefixes
     if shares:
-        found += [*_combinations(config), *_budgets(config), *_losses_by_cut(config)]
+        found += [*_registration_issues(), *_combinations(config), *_budgets(config), *_losses_by_cut(config)]
     read = cache(partial(read_checkpoint, config))
     for role in rules.roles_of(config):
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL) if shares else (None, [])
@@ -89,6 +90,16 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
         if engine.hf_config is not None:
             found += _long_sequences(config, engine.hf_config)
     return list(dict.fromkeys(found))
+
+
+def _registration_issues() -> Iterator[Issue]:
+    """Engines that cannot be imported or registered, which verl would swallow."""
+    try:
+        for register in registrations:
+            register()
+    except Exception as error:  # whatever an import raises
+        why = f"engines are not registered ({type(error).__name__}: {error})"
+        yield Issue(f"{USE_PREFIX_GROUPER}=True", why, f"what python -m verl_pg_plugin doctor says, or {rules.STOCK}")
 
 
 def _long_sequences(config: DictConfig, hf_config: PretrainedConfig) -> Iterator[Issue]:
