@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "verl_pg_plugin"
 LEVELS = (
     {"issue", "layout", "packing", "upstream", "compat", "after_import", "rollout"},
     {"attention"},
-    {"mixers", "modalities", "architectures", "models", "cpu"},
+    {"mixers", "modalities", "architectures", "lm_head", "skeleton", "gradient_checkpointing", "models", "cpu"},
     {"planning"},
     {"config"},
     {"engine", "trainer"},

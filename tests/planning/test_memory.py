@@ -11,13 +11,13 @@ import transformers
 
 from tests.architectures.tiny_configs import tiny_config
 from tests.planning.configs import CONFIGS
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.mixers import MIXERS
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Room
 from verl_pg_plugin.planning.activation_policy import Levels, cache_weights
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 from verl_pg_plugin.planning.micro_batches import SHORT_PREFIX, MicroBatch, MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.skeleton import text_skeleton
 
 GIB = 2**30
 SIZES = {name: TokenBytes.of(config) for name, config in CONFIGS.items()}

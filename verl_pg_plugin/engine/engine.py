@@ -27,12 +27,12 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.architectures import lm_head_issues, steady_length
+from verl_pg_plugin.architectures import steady_length
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.compat import requirements
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
 from verl_pg_plugin.engine.batch import SequenceSelector
-from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes
+from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes, let_flat_parameters_compile
 from verl_pg_plugin.engine.heads import LogProbHead, install_head, read_request
 from verl_pg_plugin.engine.inputs import ModelInputs, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
@@ -49,6 +49,7 @@ from verl_pg_plugin.engine.ranks import agreement, gather
 from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, Sequences
+from verl_pg_plugin.lm_head import lm_head_issues
 from verl_pg_plugin.modalities import Kind, modality_of
 from verl_pg_plugin.planning.activation_level import Level, Room
 from verl_pg_plugin.planning.activation_policy import Levels
@@ -116,7 +117,7 @@ class SharedPrefixEngine(FSDPEngine):
         with upstream.activation_offload_left_out():
             module = super()._build_fsdp_module(module)
         if self.compiles:
-            upstream.let_flat_parameters_compile(module)
+            let_flat_parameters_compile(module)
         return module
 
     def _take_over(self, module: nn.Module) -> None:

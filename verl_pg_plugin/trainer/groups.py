@@ -78,8 +78,8 @@ def rollout_metrics(trainer: Any) -> dict[str, float]:
 
 def actor_flops(config: DictConfig) -> Any:
     """Price of the actor's tokens, from the config that verl's trainers load for the tokenizer: no weight is read."""
-    from verl_pg_plugin.architectures import text_skeleton  # stock runs do without both
     from verl_pg_plugin.planning.cost import ModelFlops
+    from verl_pg_plugin.skeleton import text_skeleton  # stock runs do without both
 
     section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
     model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
