@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "verl_pg_plugin"
 LEVELS = (
-    {"issue", "layout", "packing", "upstream", "compat", "after_import", "rollout"},
+    {"issue", "layout", "packing", "upstream", "compat", "after_import", "rollout", "transfer"},
     {"attention"},
     {"mixers", "modalities", "architectures", "lm_head", "skeleton", "gradient_checkpointing", "models", "cpu"},
     {"planning"},
