@@ -53,8 +53,8 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.skeleton import text_skeleton
 
 logger = logging.getLogger(__name__)
 ROW_METRICS = ("physical_tokens", "patches", "host_gib")

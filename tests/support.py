@@ -38,7 +38,7 @@ from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOption
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
 from verl_pg_plugin.planning import micro_batches
-from verl_pg_plugin.planning.micro_batches import CacheWeights
+from verl_pg_plugin.planning.activation_policy import CacheWeights
 
 VOCAB = 97
 TINY: dict[str, Any] = {

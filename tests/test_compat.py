@@ -1,5 +1,6 @@
 """The installed verl, transformers and torch are what our code overrides and patches, and a change is told by name."""
 
+import ast
 import inspect
 import json
 import sys
@@ -15,7 +16,8 @@ from verl.utils import distributed
 from tests.fresh import run_fresh
 from verl_pg_plugin import compat, register, upstream
 from verl_pg_plugin.cli import OK, Check, doctor
-from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel, SharedPrefixValueModel
+from verl_pg_plugin.engine import engine as engine_module
+from verl_pg_plugin.engine.engine import SharedPrefixEngine, SharedPrefixLanguageModel, SharedPrefixValueModel
 from verl_pg_plugin.engine.registration import StockValueModelOnCPU
 
 VEOMNI = Path(sys.prefix, "veomni")
@@ -89,6 +91,15 @@ def overridden(engine_cls: type) -> set[str]:
 def test_every_method_that_our_engines_override_is_looked_at(engine_cls: type) -> None:
     assert overridden(engine_cls)
     assert overridden(engine_cls) <= compat.TAKES.keys()
+
+
+def test_every_attribute_of_verls_engine_that_ours_reads_is_declared_and_looked_at() -> None:
+    own = inspect.get_annotations(SharedPrefixEngine).keys() - vars(SharedPrefixEngine).keys()
+    of_engine = (names for path, names in compat._NAMES_WITHIN.items() if ".FSDPEngine." in path)
+    assert own == {name for names in of_engine for name in names.split()}
+    nodes = ast.walk(ast.parse(inspect.getsource(engine_module)))
+    read = {it.attr for it in nodes if isinstance(it, ast.Attribute) and ast.unparse(it.value) == "self"}
+    assert own <= read, "and no other"
 
 
 ON_VEOMNI = """

@@ -1,10 +1,11 @@
 """RL training in verl that computes every shared prompt once and never a padding token.
 
-verl imports this package in each of its processes (entry point group ``verl.plugins``). That registers the engines, and
-on request the CPU default. Imported without verl it loads nothing, and registers as soon as verl is imported.
+verl imports this package in each of its processes (entry point group ``verl.plugins``). That registers the CPU default
+on request, and the engines by name once verl's own are imported. Their modules load when a run selects the mode.
+Imported without verl the package loads nothing, and registers as soon as verl is imported.
 
-A registration that fails is a logged warning: verl would swallow an exception. A run that asks for the mode still ends:
-here where its command line does, else since ``PrefixGrouperEngineConfig`` checks that the engines are in force.
+A registration that fails is a logged warning: verl would swallow an exception. A run that selects the mode still ends:
+here where its command line does, else in preflight and in ``PrefixGrouperEngineConfig``, which call ``register``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.after_import import after_import, waiting
+from verl_pg_plugin.after_import import after_import, registrations
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,33 +25,30 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 logger = logging.getLogger(__name__)
+NOT_REGISTERED = "engines are not registered", "actor_rollout_ref.actor.use_prefix_grouper=true"
 GROUPS_CUT = "groups stay as dispatch cuts them, which may cost sharing"
 
 
 def register() -> None:
-    """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
-
-    Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for the
-    first engine config. The CPU default registers itself when it is imported.
+    """Put the engines, and on request the CPU default, in force, and import them; calling it again changes nothing.
 
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
     """
+    _hook()
+    from verl_pg_plugin.engine import engine, registration  # noqa: F401
+
+    registration.register_engines()
+
+
+def _hook() -> None:
+    """Register what must be there before a run selects a mode. The CPU default registers itself on import."""
     import verl_pg_plugin.cpu  # noqa: F401
 
     after_import("verl.trainer.ppo.v1.trainer_base", _keep_groups)
     after_import("verl.trainer.ppo.ray_trainer", _keep_groups)
     after_import("verl.trainer.main_ppo", _engage_before_run)
     upstream.call_before("verl.utils.config.validate_config", _engage_or_exit)
-    for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None)
-        if name.startswith("verl_pg_plugin.") and getattr(spec, "_initializing", False):
-            waiting.append(register)
-            return
-
-    from verl_pg_plugin.engine.registration import register_engines  # verl asks for the platform on import
-
-    logger.info("verl_pg_plugin %s: engines registered for %s", __version__, ", ".join(register_engines()))
 
 
 def _keep_groups() -> None:
@@ -70,12 +68,16 @@ def _engage_before_run() -> None:
 
 
 @contextmanager
-def _or_warn(consequence: str) -> Iterator[None]:
-    """An import of verl's must not fail for what this verl has changed."""
+def _or_warn(consequence: str, *ends_with: str) -> Iterator[None]:
+    """Log a failure, since imports of verl's must go on; end a process whose command line has one of the words."""
     try:
         yield
-    except (upstream.UpstreamChangedError, ImportError) as error:
-        logger.warning("verl_pg_plugin: %s: %s", consequence, error)
+    except Exception as error:
+        why = f"{consequence} ({type(error).__name__}: {error}); python -m verl_pg_plugin doctor says more"
+        if asks := [word for word in sys.argv if word.lstrip("+").lower() in ends_with]:
+            sys.stderr.write(f"verl_pg_plugin {__version__}: {asks[0]}, but {why}\n")
+            raise SystemExit(2) from None
+        logger.warning("verl_pg_plugin %s: %s", __version__, why)
 
 
 def _engage_or_exit(config: DictConfig) -> None:
@@ -94,19 +96,20 @@ def _be_heard() -> None:
         logger.setLevel(min(logging.WARNING, logging.root.level))
 
 
+def _hook_or_warn() -> None:
+    registrations.append(register)
+    with _or_warn(*NOT_REGISTERED):
+        _hook()
+    after_import("verl.workers.engine", _register_or_warn)
+
+
 def _register_or_warn() -> None:
-    try:
-        register()
-    except Exception as error:
-        waiting.append(register)  # whoever builds one of our engine configs gets the exception
-        why = f"engines are not registered ({type(error).__name__}: {error}); python -m verl_pg_plugin doctor says more"
-        flag = "actor_rollout_ref.actor.use_prefix_grouper=true"
-        if asks := [word for word in sys.argv if word.lstrip("+").lower() == flag]:
-            sys.stderr.write(f"verl_pg_plugin {__version__}: {asks[0]}, but {why}\n")
-            raise SystemExit(2) from None
-        logger.warning("verl_pg_plugin %s: %s", __version__, why)
+    with _or_warn(*NOT_REGISTERED):
+        from verl_pg_plugin.engine.registration import register_engines  # verl asks for the platform on import
+
+        logger.info("verl_pg_plugin %s: engines registered for %s", __version__, ", ".join(register_engines()))
 
 
 # verl's entry point cannot register in a process that imported this package first: loading it again runs nothing.
-after_import("verl", _register_or_warn)
+after_import("verl", _hook_or_warn)
 after_import("model_hosting_container_standards.logging_config", _be_heard)

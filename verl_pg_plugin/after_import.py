@@ -8,8 +8,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-waiting: list[Callable[[], object]] = []
-"""What could not be registered while one of this package's modules was being imported; engine configs call it."""
+registrations: list[Callable[[], object]] = []
+"""``verl_pg_plugin.register``, for preflight and engine configs: they may not import what is above them."""
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:

@@ -1,39 +1,28 @@
-"""Which transformers architectures can share prefixes, and which of them run compiled.
+"""Which transformers architectures can share prefixes.
 
 Asked by preflight before Ray starts and by the engines when they have built a model.
 """
 
-import copy
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from packaging.version import Version
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import meta_device_safe_creation_ops
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.lm_head import lm_head_issues
 from verl_pg_plugin.mixers import MIXERS, count_layers, stateful_model_types, unknown_layer_types
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES, modality_obstacles
 
 OVERRIDE = "actor_rollout_ref.model.override_config"
-
-# --- What is known of a type by its name alone -----------------------------------------------------------------------
 
 REFUSED_TYPES: dict[str, str] = {
     "aria_text": "multiplies its experts' weights one by one outside of a module, where FSDP2 has not gathered them",
@@ -47,43 +36,6 @@ REFUSED_TYPES: dict[str, str] = {
     "phimoe": "draws experts at random in training, so a shared token would draw once for all its responses",
 }
 """Pass every general check and still cannot share prefixes; the test of every type shows that nothing is missing."""
-
-WRONG_COMPILED: dict[str, str] = {"apertus": "are 1e-4 off in a log-prob and 1e-5 in a gradient (torch 2.13 on a CPU)"}
-"""Types whose layers are wrong under ``torch.compile``: refused with ``compile_layers=True``."""
-
-UNCOMPILED: dict[str, str] = {
-    model_type: why
-    for why, types in {
-        "hold a recurrence of fla's, and Qwen3.5-9B gains nothing compiled (fla 0.6, H200)": (
-            "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
-        ),
-        "end compiled in a CheckpointError under FSDP2 (torch 2.11)": "gemma3n_text modernbert-decoder",
-        "compile again where an expert gets one token (torch 2.13)": "granitemoe granitemoeshared",
-        "compile again for ragged batches (torch 2.13)": "longcat_flash",
-        "failed a test compiled on a GPU (torch 2.11)": "ernie4_5_moe",
-        "failed a test compiled on a CPU (torch 2.13)": "apertus1p5_text minicpm3",
-        "may read float32 sums before they are written, in rows of up to 256 numbers (torch before 2.14, GPU)": (
-            "afmoe flex_olmo kolibri1"  # https://github.com/triton-lang/triton/issues/10924
-        ),
-        "have not been held to float32 compiled on a GPU (torch 2.11)": "code_llama granite_swa granitemoe_swa jetmoe",
-    }.items()
-    for model_type in types.split()
-}
-"""Types whose layers ``compile_layers=auto`` leaves as they are, and True compiles. Every other type is compiled:
-``tests/architectures/test_compiled_layers.py`` holds those of transformers 5.10.4 to the exactness of the rest."""
-
-FLOAT32_ANGLE_TYPES: frozenset[str] = frozenset({"ernie4_5", "ernie4_5_moe", "flex_olmo", "olmo", "olmo2"})
-"""Types whose layers are handed rotary angles in float32. FSDP2 casts them to the dtype of the parameters, and torch
-2.11 and 2.12 leave that out in the recomputation of a checkpointed layer, which ends in a ``CheckpointError``."""
-
-CHECKPOINTS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
-"""Whether a layer checkpoints inside of its ``forward``, behind the hooks of FSDP, as since transformers 5.23."""
-
-FSDP2_CASTS_AGAIN = CHECKPOINTS_FORWARD or Version(torch.__version__).release >= (2, 13)
-"""Whether the recomputation of a layer gets its inputs in the dtype that the forward got them in."""
-
-
-# --- Can it share prefixes? ------------------------------------------------------------------------------------------
 
 
 def architecture_issues(hf_config: PretrainedConfig, trust_remote_code: bool, value_model: bool = False) -> list[Issue]:
@@ -141,13 +93,6 @@ def keyword_issues(module_class: type[nn.Module]) -> list[Issue]:
     return [Issue("", why, "let it take **kwargs and pass them on to its layers")]
 
 
-def lm_head_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
-    """What the class of a causal language model says against running its head on some tokens only."""
-    if "logits_to_keep" in inspect.signature(model_class.forward).parameters:
-        return []
-    return [Issue("", f"{model_class.__name__} cannot run its LM head on response tokens only (logits_to_keep)")]
-
-
 def _random_fields(text: PretrainedConfig) -> list[Issue]:
     """Fields of a text config that ask for dropout or a router's jitter; verl clears those of a value model's head."""
     return [
@@ -199,82 +144,3 @@ def steady_length(hf_config: PretrainedConfig) -> int | None:
     at = {"dynamic": "", "longrope": "original_max_position_embeddings"}  # what transformers reads of each
     limits = [part.get(at[kind]) or most for part in parts if (kind := part.get("rope_type")) in at]
     return min(limits, default=None)
-
-
-# --- What only a built model tells -----------------------------------------------------------------------------------
-
-
-def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class that builds a language model from a config, with its vision encoder if it needs one."""
-    kind = type(config)
-    needs_encoder = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
-
-
-def text_skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The text model of a config without storage, or the whole where transformers has no such model alone.
-
-    The config is left as it is. ValueError where transformers has none for it.
-    """
-    text = config.get_text_config()
-    brings_its_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(text, "auto_map", None) or {})
-    alone = text is config or brings_its_class or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
-    built = copy.deepcopy(text if alone else config)
-    with torch.device("meta"), meta_device_safe_creation_ops():  # as in ``from_pretrained``
-        # Which attention runs changes no weight, and the default may be one that is not installed here.
-        return auto_class(built).from_config(built, trust_remote_code=trust_remote_code, attn_implementation="eager")
-
-
-def head_obstacle(module: Any) -> str:
-    """Why the output of an unwrapped causal language model may differ from that of its head; empty if it is the same.
-
-    Its ``forward`` runs around a decoder and a head that only pretend, which takes no weights: what comes out as logits
-    must be the very tensor that the head returned, unchanged.
-    """
-    head = module.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        return f"the head is a {type(head).__module__}.{type(head).__qualname__}"
-    tokens = torch.arange(2, device=module.device)
-    hidden = torch.zeros(1, len(tokens), head.in_features, device=module.device, dtype=module.dtype)
-    logits = torch.ones(1, len(tokens), head.out_features)
-    name = type(module).__name__
-    try:
-        with torch.no_grad(), ExitStack() as stack:
-            stack.enter_context(_returning(head, logits))
-            for decoder in {module.base_model, module.get_decoder()}:  # most call the first, OPT the second
-                stack.enter_context(_returning(decoder, _DecoderOutput(last_hidden_state=hidden)))
-            found = module(input_ids=tokens[None], logits_to_keep=tokens, use_cache=False).logits
-    except Exception as error:  # a forward of any kind: that it cannot be looked at is the answer
-        return f"{name} does not run around another decoder ({type(error).__name__}: {str(error).splitlines()[0]})"
-    if found is not logits or not bool((logits == 1).all()):
-        return f"{name} changes what its head puts out (scaled or capped logits)"
-    return ""
-
-
-def fused_obstacle(module: Any) -> str:
-    """Why the head of ``module`` cannot run as verl's fused kernels, which multiply by its weight; empty if it can."""
-    obstacle = head_obstacle(module)
-    if not obstacle and module.get_output_embeddings().bias is not None:
-        return "the head has a bias, which the fused kernels leave out"
-    return obstacle
-
-
-class _DecoderOutput(MoeModelOutputWithPast):
-    """Hidden states alone; all else that a forward may read is None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-@contextmanager
-def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """``module`` returns ``output``, whatever it is given."""
-    own = module.__dict__.get("forward")
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own

@@ -87,10 +87,20 @@ _PRIVATE = (
 
 _DELTA_NET = "causal_conv1d_fn chunk_gated_delta_rule|torch_chunk_gated_delta_rule"  # which shared prefixes replace
 _NAMES_WITHIN = {
+    f"{_FSDP}.FSDPEngine.__init__": "model_config engine_config rank pad_to_length pad_to_length_bucket "
+    "compute_entropy_from_logits scaler _autocast_dtype _is_lora _uses_fsdp2_cpu_offload_policy",
+    f"{_FSDP}.FSDPEngine._init_device_mesh": "device_mesh ulysses_parallel_group ulysses_sequence_parallel_size",
+    f"{_FSDP}.FSDPEngine._build_fsdp_module": "scaler _autocast_dtype _uses_fsdp2_cpu_offload_policy",
+    f"{_FSDP}.FSDPEngine._build_model_optimizer": "module",
+    "verl.single_controller.base.worker_group.WorkerGroup.__init__": "_dispatch_info",
+    "transformers.PreTrainedModel._set_gradient_checkpointing": "_gradient_checkpointing_func",
     f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward": _DELTA_NET,
     f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward": _DELTA_NET,
     f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward": _DELTA_NET,
-    f"{_VEOMNI}.VeOmniEngine.__init__": "_router_replay _router_replay_mode",
+    f"{_VEOMNI}.VeOmniEngine.__init__": "model_config engine_config rank pad_to_length pad_to_length_bucket "
+    "compute_entropy_from_logits ulysses_parallel_group ulysses_sequence_parallel_size _is_lora "
+    "_uses_fsdp2_cpu_offload_policy _router_replay _router_replay_mode",
+    f"{_VEOMNI}.VeOmniEngine._build_model_optimizer": "module",
     "torch.nn.Module.register_buffer": "_buffers",
 }
 """Attributes, or functions of its file, that a function reads or sets under these names, or one of several."""

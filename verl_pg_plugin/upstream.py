@@ -176,52 +176,6 @@ def activation_offload_left_out() -> AbstractContextManager[None]:
     return _replaced(transformer_impl, "enable_activation_offloading", lambda *args: None)
 
 
-MANAGED, WHOLE = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
-
-
-def let_flat_parameters_compile(module: Any) -> None:
-    """Let torch compile the layers of a model that FSDP1 has wrapped, before its first forward.
-
-    What: ``_fsdp_use_orig_params`` of the modules that FSDP manages (``_is_fsdp_managed_module``) becomes True. FSDP
-    writes it and never reads it.
-    Why: dynamo runs a managed module uncompiled where it is False, and says nothing. A layer's ``forward`` is called
-    behind FSDP's hooks, when its parameters are views of flat ones; these go into its graphs as inputs, as whole ones
-    do. ``use_orig_params=True`` itself would change the optimizer's state: no run could be resumed in another mode.
-    Versions: torch 2.11 to 2.15.
-    Remove when: torch compiles flat parameters, or verl has no FSDP1.
-    """
-    for part in module.modules():
-        if getattr(part, MANAGED, False):
-            setattr(part, WHOLE, True)
-
-
-def flat_parameters_obstacle() -> str:
-    """Why ``let_flat_parameters_compile`` does nothing with the installed torch; empty if it does what it says."""
-    from torch._dynamo.variables import builder
-
-    source = inspect.getsource(builder)
-    if MANAGED in source and WHOLE in source:
-        return ""
-    return f"this torch does not ask {WHOLE} of the layers of FSDP1 (strategy=fsdp); those of strategy=fsdp2 compile"
-
-
-def keep_strides_of_grouped_products() -> None:
-    """Let torch write what a compiled graph hands to a grouped product in the order that it was traced in.
-
-    What: inductor's constraint on the inputs of ``aten._grouped_mm`` is the order of their strides, no longer density.
-    Why: the backward of experts whose weights lie as they are multiplied (gpt-oss) multiplies what it recomputes,
-    transposed. Written in that order, its rows are as long as tokens have experts in all, and most such numbers end in
-    "strides should be multiple of 16 bytes".
-    Versions: torch 2.11 to 2.14. Only called for such models.
-    Remove when: inductor keeps these strides, or ``grouped_mm`` takes rows of any length.
-    """
-    import torch
-    from torch._inductor import lowering
-
-    constraint = _found(lowering, "constrain_to_fx_strides", "fx_node")
-    _found(lowering, "add_layout_constraint", "fn constraint")(torch.ops.aten._grouped_mm, constraint)
-
-
 def use_single_gloo_backend() -> None:
     """Let verl's workers start a process group on the platform ``cpu``.
 

@@ -20,9 +20,9 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from benchmarks.shapes import SHAPES, config_of, remember
-from verl_pg_plugin.architectures import auto_class
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.engine.compiled_layers import compile_layers
+from verl_pg_plugin.skeleton import auto_class
 
 
 @dataclass(frozen=True)

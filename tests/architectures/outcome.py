@@ -9,11 +9,13 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from tests.architectures.tiny_configs import tiny_config
-from verl_pg_plugin import architectures
+from verl_pg_plugin import architectures, lm_head
 from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.config.compile import COMPILED_TYPES
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
+from verl_pg_plugin.skeleton import text_skeleton
 
 EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
 NOT_BUILT = {
@@ -58,17 +60,17 @@ def outcome_of(model_type: str) -> Outcome:
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
     if not supports_checkpointing(model_type):
         overrides.append("enable_gradient_checkpointing=False")
-    module = architectures.text_skeleton(tiny_config(model_type).get_text_config())
+    module = text_skeleton(tiny_config(model_type).get_text_config())
     return Outcome(
         EXACT,
         "by tests/mixers" if model_type in HYBRIDS else "",
-        head_in_chunks=not architectures.head_obstacle(module),
-        fused_kernels=not architectures.fused_obstacle(module),
+        head_in_chunks=not lm_head.head_obstacle(module),
+        fused_kernels=not lm_head.fused_obstacle(module),
         value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         and not issues(tiny_config(model_type), value_model=True),
         kernels=[name for name, spec in KERNELS.items() if not spec.unmet(needs)],
         needs=overrides,
-        compiled=model_type not in architectures.WRONG_COMPILED.keys() | architectures.UNCOMPILED.keys(),
+        compiled=model_type in COMPILED_TYPES,
     )
 
 

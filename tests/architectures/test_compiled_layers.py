@@ -10,7 +10,7 @@ from tests.architectures.test_gpu_models import COMPILED, STOCK_ATTENTION, asser
 from tests.architectures.tiny_configs import tiny_config
 from tests.engine.test_compiled_layers import assert_compiled_once, forget_graphs
 from tests.support import group
-from verl_pg_plugin.architectures import WRONG_COMPILED
+from verl_pg_plugin.config.compile import WRONG_COMPILED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RAGGED = [[*group(20 + 3 * i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2)] for i in range(1, 4)]

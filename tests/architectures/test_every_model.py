@@ -26,7 +26,9 @@ from tests.engine.test_exactness import CASES
 from tests.mixers import hybrids
 from tests.modalities import tiny_vision
 from tests.precision import BF16, in_float64
-from verl_pg_plugin.architectures import CHECKPOINTS_FORWARD, FLOAT32_ANGLE_TYPES, fused_obstacle, text_skeleton
+from verl_pg_plugin.gradient_checkpointing import CHECKPOINTS_FORWARD, FLOAT32_ANGLE_TYPES
+from verl_pg_plugin.lm_head import fused_obstacle
+from verl_pg_plugin.skeleton import text_skeleton
 
 SAMPLES = [*CASES["uneven_groups_and_prompts_of_different_length"], *CASES["multi_turn_branches_three_deep"]]
 TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]

@@ -17,7 +17,7 @@ from tests.architectures.tiny_configs import MODEL_TYPES, sizes_of, tiny_config
 from tests.attention.test_gpu import gpu_kernels
 from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference
-from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN
+from verl_pg_plugin.gradient_checkpointing import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 

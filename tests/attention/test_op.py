@@ -22,7 +22,8 @@ from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.tree import Piece
 from verl_pg_plugin.engine.activations import Tape
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
+from verl_pg_plugin.planning.activation_policy import CacheWeights
+from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
 PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))

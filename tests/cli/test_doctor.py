@@ -56,7 +56,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that leave nothing to object to."""
     path = config_support.save_checkpoint(tmp_path_factory.mktemp("qwen3"))
     return [
-        *config_support.runnable(path, config_support.save_data(path / "rows.parquet")),
+        *config_support.runnable(path),
         "trainer.n_gpus_per_node=4",
         "++ray_kwargs.ray_init.num_gpus=4",
         f"{ACTOR}.use_prefix_grouper=True",

@@ -16,10 +16,10 @@ from transformers import AutoConfig, BertConfig, Qwen3MoeConfig
 from tests.config.config_support import save_checkpoint, save_tokenizer
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.cli.estimate import MEASURED
 from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.skeleton import text_skeleton
 
 UPDATES = Path(__file__).parents[2] / "docs/data/updates.csv"
 LENGTHS = "--prompt 64 --response 16"

@@ -5,8 +5,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -60,14 +58,6 @@ def save_tokenizer(folder: Path, preamble: str = "") -> None:
     fast.save_pretrained(folder)
 
 
-def save_data(path: Path) -> Path:
-    """Parquet with the columns that verl reads."""
-    reward = {"style": "rule", "ground_truth": "4"}
-    row = {"prompt": [{"role": "user", "content": "a a a"}], "data_source": "arithmetic", "reward_model": reward}
-    pq.write_table(pa.Table.from_pylist([row] * 8), path)
-    return path
-
-
 def save_checkpoint(folder: Path, hf_config: PretrainedConfig | None = None) -> Path:
     """Config and tokenizer of a tiny model; the validators never look at weights."""
     hf_config = hf_config or Qwen3Config(**TINY)
@@ -77,11 +67,9 @@ def save_checkpoint(folder: Path, hf_config: PretrainedConfig | None = None) -> 
     return folder
 
 
-def runnable(checkpoint: Path, data: Path) -> list[str]:
+def runnable(checkpoint: Path) -> list[str]:
     """Overrides that leave nothing to object to in packed mode, with a reference policy."""
     return [
-        f"data.train_files={data}",
-        f"data.val_files={data}",
         "trainer.n_gpus_per_node=1",
         "trainer.logger=console",
         "+ray_kwargs.ray_init.address=local",

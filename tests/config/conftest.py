@@ -36,7 +36,7 @@ def checkpoint(models: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def runnable_overrides(checkpoint: Path) -> list[str]:
-    return runnable(checkpoint, Path("rows.parquet"))
+    return runnable(checkpoint)
 
 
 @pytest.fixture(scope="session")

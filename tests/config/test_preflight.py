@@ -1,5 +1,7 @@
 """What works passes, however unusual; what is certain to fail is listed at once, with its key, its cause and a fix."""
 
+import importlib
+
 import pytest
 from omegaconf import DictConfig
 
@@ -8,7 +10,7 @@ from verl_pg_plugin import compat
 from verl_pg_plugin.config import Mode, preflight
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT
 from verl_pg_plugin.config.preflight import check
-from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.issue import ConfigError, Issue
 
 SP = f"{ACTOR}.ulysses_sequence_parallel_size"
 MINI = f"{ACTOR}.ppo_mini_batch_size"
@@ -163,3 +165,10 @@ def test_what_other_machines_have_is_a_warning_where_the_run_joins_a_cluster(con
     assert len(errors(config_of(elsewhere))) == 1
     found = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))
     assert [issue.is_warning for issue in found] == [True]
+
+
+def test_engines_that_cannot_be_imported_end_a_run_before_ray(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "registrations", [lambda: importlib.import_module("no_such_module")])
+    with pytest.raises(ConfigError, match=r"not registered \(ModuleNotFoundError: No module named 'no_such_module'"):
+        check(config_of())
+    check(config_of(mode=Mode.RMPAD))

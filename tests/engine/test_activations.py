@@ -16,6 +16,7 @@ import pytest
 import torch
 from benchmarks.batches import make_batch
 from tensordict import TensorDict
+from transformers import PreTrainedModel
 
 from tests.architectures.tiny_configs import save_causal
 from tests.engine.carried_cases import trie
@@ -28,9 +29,10 @@ from tests.precision import BF16
 from tests.support import Result, assert_same, infer, make_engine, run_reference, save_tiny_model, splitting, update
 from verl_pg_plugin.engine import activations, compiled_layers
 from verl_pg_plugin.engine import engine as engine_module
-from verl_pg_plugin.planning import activation_level
 from verl_pg_plugin.planning.activation_level import Level, Room
+from verl_pg_plugin.planning.activation_policy import Levels
 from verl_pg_plugin.planning.memory import WeightBytes
+from verl_pg_plugin.upstream import UpstreamChangedError
 
 LAYERS = 4
 CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)
@@ -222,7 +224,7 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
     assert same_bits(results)
     monkeypatch.setattr(engine_module, "room_of_rank", lambda *_: Room(1.0, 0.0))
     choose = Mock(return_value=Level.ATTENTION)
-    monkeypatch.setattr(activation_level.Levels, "choose", choose)
+    monkeypatch.setattr(Levels, "choose", choose)
     plan = splits.plan(make_batch(trie(), max_token_len_per_gpu=56), forward_only=False)
     of_each = [call(p.layout.num_tokens, len(p.layout.head_index), **p.layout.cache_use) for p in plan.micro_batches]
     assert (choose.call_args_list, plan.num_split_groups > 0) == (of_each, True)
@@ -247,6 +249,19 @@ def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen
     whole, fused = make_engine(qwen3, engine={"logits_chunk_size": 0}), make_engine(qwen3, model=FUSED_HEAD)
     found = [engine._levels(forward_only=True).logits_at_once for engine in (make_engine(qwen3), whole, fused)]
     assert found == [False, True, False]
+
+
+def test_a_transformers_that_calls_its_checkpoint_otherwise_is_an_error_and_no_other_level(qwen3, monkeypatch) -> None:
+    stock = PreTrainedModel._set_gradient_checkpointing
+
+    def renamed(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        for part in self.modules():
+            vars(part).pop("_gradient_checkpointing_func", None)
+
+    monkeypatch.setattr(PreTrainedModel, "_set_gradient_checkpointing", renamed)
+    with pytest.raises(UpstreamChangedError, match="sets no _gradient_checkpointing_func"):
+        make_engine(qwen3)
 
 
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:

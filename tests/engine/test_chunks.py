@@ -11,7 +11,7 @@ from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, trie
 from tests.engine.ranks import check_exact_on_ranks
 from tests.engine.test_exactness import WINDOW
 from tests.support import check_exact, clone, critic_batch, group, make_engine, save_tiny_model, split_always
-from verl_pg_plugin.planning.micro_batches import CacheWeights
+from verl_pg_plugin.planning.activation_policy import CacheWeights
 
 
 def by_sequences(number: int) -> dict[str, Any]:

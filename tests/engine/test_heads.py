@@ -13,8 +13,8 @@ from verl.utils import torch_functional as verl_F
 from tests.architectures.tiny_configs import tiny_config
 from tests.engine.ranks import check_exact_on_ranks
 from tests.support import group, save_tiny_model
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_head
+from verl_pg_plugin.skeleton import text_skeleton
 
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
 

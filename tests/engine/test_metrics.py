@@ -21,7 +21,8 @@ from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.modalities import TEXT
-from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.activation_level import Level
+from verl_pg_plugin.planning.activation_policy import Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 
 pytestmark = pytest.mark.usefixtures("process_group")

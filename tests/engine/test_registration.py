@@ -1,6 +1,7 @@
 """The plugin is found, light, idempotent, and noticed when it is not in force."""
 
 import importlib
+import json
 import sys
 from unittest.mock import Mock
 
@@ -56,8 +57,16 @@ logging.getLogger("verl_pg_plugin.engine.engine").warning("a level")
 logging.getLogger("verl_pg_plugin.trainer.groups").info("tokens not computed")
 logging.root.handlers[0].setLevel("WARNING"); logging.getLogger("verl_pg_plugin.engine.engine").warning("told once")
 """
+SIZE = """
+import json, resource, sys
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+import verl
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([after - before, sorted(sys.modules)]))
+"""
 BROKEN = "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None\n"
-FLAG_SET = "sys.argv.append('actor_rollout_ref.actor.use_prefix_grouper=true')\nimport verl"
+FLAG_SET = "import sys; sys.argv.append('actor_rollout_ref.actor.use_prefix_grouper=true')\n"
+HOOKS_BROKEN = "sys.modules['verl_pg_plugin.cpu'] = None\nimport verl"
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "root logger silenced": (ROOT_LOGGER_SILENCED, CPU),
     "verl first": (IMPORT_VERL, CPU),
@@ -65,7 +74,9 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "package first": ("import importlib.util, verl_pg_plugin; importlib.util.find_spec('verl')" + BUILT, CPU),
     "external module": (BUILT, CPU | NO_PLUGINS | {"VERL_USE_EXTERNAL_MODULES": "verl_pg_plugin"}),
     "broken": (BROKEN + SELECT_THE_MODE, NVIDIA),
-    "broken, the flag set": (BROKEN + FLAG_SET, NVIDIA),
+    "broken hooks, the flag set": (FLAG_SET + HOOKS_BROKEN, NVIDIA),
+    "stock": (SIZE, NO_PLUGINS | NVIDIA),
+    "the flag off": (SIZE, NVIDIA),
     "no plugins, the mode selected": (SELECT_THE_MODE, NO_PLUGINS | NVIDIA),
     **{module: (FIRST_IMPORT.format(module=module) + SELECT_THE_MODE + ROLLOUT, CPU) for module in FIRST_MODULES},
 }
@@ -75,6 +86,16 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
 def ended() -> dict[str, Ended]:
     """Every case in an interpreter that has imported neither verl nor the plugin."""
     return dict(zip(CASES, run_fresh(list(CASES.values())), strict=True))
+
+
+def test_a_run_without_the_flag_takes_at_most_20_mib_and_prints_nothing(ended: dict[str, Ended]) -> None:
+    """Modules stand in for seconds, which depend on the machine."""
+    stock, ours = ended["stock"], ended["the flag off"]
+    (stock_kib, stock_modules), (kib, modules) = (json.loads(result.stdout) for result in (stock, ours))
+    assert "verl_pg_plugin" in modules, ours.stderr
+    assert kib - stock_kib <= 20 * 2**10
+    assert len(set(modules) - set(stock_modules)) <= 30
+    assert (ours.stderr, stock.stderr) == ("", "")
 
 
 def test_importing_verl_registers_without_cuda_kernels_or_vllm_and_logs_one_line(ended: dict[str, Ended]) -> None:
@@ -125,8 +146,8 @@ def test_a_broken_plugin_is_silent_in_verl_but_not_when_the_mode_is_asked_for(en
     """verl logs a plugin that fails to load at DEBUG; the config that selects the mode raises its error."""
     assert ended["broken"].returncode != 0
     assert "import of verl_pg_plugin.engine.engine halted" in ended["broken"].stderr
-    assert ended["broken, the flag set"].returncode == 2
-    assert "use_prefix_grouper=true, but engines are not registered (" in ended["broken, the flag set"].stderr
+    assert ended["broken hooks, the flag set"].returncode == 2
+    assert "use_prefix_grouper=true, but engines are not registered (" in ended["broken hooks, the flag set"].stderr
 
 
 def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:

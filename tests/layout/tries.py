@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from verl_pg_plugin.layout import PackedLayout, PrefixOrder, Sequences, build_prefix_order
 from verl_pg_plugin.planning import micro_batches
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.planning.activation_policy import CacheWeights
+from verl_pg_plugin.planning.micro_batches import MicroBatch, MicroBatchLimits, cut_micro_batches
 
 Key = tuple[int, ...]
 

@@ -27,7 +27,7 @@ from tests.modalities.tiny_vision import (
 from tests.support import clone, infer, jagged, make_engine, update
 from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.issue import BatchError
-from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.modalities import Images
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ DIFFERENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", [*DIFFERENT, "kind", "positions"])
 def test_images_that_differ_in_anything_are_not_shared(path: str, name: str) -> None:
     """In positions too: Qwen2.5-VL's say at which speed a video is shown."""
-    batch, modality = image_batch(path, TURNS[:2]), Modality.of(config_of("qwen3_vl"))
+    batch, modality = image_batch(path, TURNS[:2]), Images.of(config_of("qwen3_vl"))
     first, second = (len(turn.tokens) - 1 for turn in TURNS[:2])
     assert read_sequences(batch, modality).lay_out().num_tokens == first + 1
     if name == "positions":

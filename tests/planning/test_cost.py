@@ -15,9 +15,9 @@ from tests.architectures.tiny_configs import tiny_config
 from tests.layout.tries import batch_of
 from tests.mixers import hybrids
 from tests.modalities.tiny_vision import config_of as vision_config
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops, visible_pairs
+from verl_pg_plugin.skeleton import text_skeleton
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
 PER_LAYER = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 
 from tests.layout.tries import batch_of
+from verl_pg_plugin.planning.activation_policy import CacheWeights
 from verl_pg_plugin.planning.loss_tokens import cut_for_loss
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
+from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
 FREE = CacheWeights()
 

@@ -11,12 +11,13 @@ import transformers
 
 from tests.architectures.tiny_configs import tiny_config
 from tests.planning.configs import CONFIGS
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.mixers import MIXERS
-from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
-from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Room
+from verl_pg_plugin.planning.activation_policy import Levels, cache_weights
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 from verl_pg_plugin.planning.micro_batches import SHORT_PREFIX, MicroBatch, MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.skeleton import text_skeleton
 
 GIB = 2**30
 SIZES = {name: TokenBytes.of(config) for name, config in CONFIGS.items()}
@@ -27,6 +28,13 @@ LEVELS = Levels(sizes=SIZES["4b"], room=ROOM)
 @cache
 def weights_of(name: str, num_gpus: int) -> WeightBytes:
     return WeightBytes.of(text_skeleton(CONFIGS[name]), num_gpus)
+
+
+def room_beside(weights: WeightBytes, device: float, host: float) -> Room:
+    """What a device of so many bytes has beside weights, gradients, AdamW and the reserve."""
+    reserve = DEVICE_RESERVE * device + weights.head
+    fixed = weights.weights + weights.gradients + weights.optimizer + weights.gathered
+    return Room(device - fixed - reserve, host, reserve)
 
 
 def plan_group(prompt: int, response: int, n: int, budget: int, levels: Levels, others: int = 0) -> list[MicroBatch]:
@@ -45,7 +53,7 @@ def test_groups_stay_whole_where_they_fit_and_chunks_of_others_fit() -> None:
     for _ in range(1000):
         name, gpus, ranks = draw.choice(list(SIZES)), draw.choice((1, 2, 4, 8, 16, 32)), draw.choice((1, 2))
         sizes, card, host = SIZES[name], draw.choice((30, 78, 138)) * GIB, draw.choice((0, 20 * GIB, 200 * GIB))
-        room = weights_of(name, gpus).room(card, host)
+        room = room_beside(weights_of(name, gpus), card, host)
         levels = Levels(sizes=sizes, room=room, ranks=ranks, logits_at_once=draw.random() < 0.3)
         prompt, response = draw.choice((512, 2048, 8192, 32768, 65536)), draw.choice((256, 1024, 4096))
         n = draw.choice((2, 8, 32, 128))
@@ -139,14 +147,10 @@ def test_ranks_that_share_tokens_share_their_bytes() -> None:
     assert (LEVELS.choose(2 * most), both.choose(2 * most)) == (Level.ATTENTION_ON_HOST, Level.ATTENTION)
 
 
-def test_room_is_what_weights_and_a_reserve_leave() -> None:
+def test_kept_gradients_are_those_of_all_gpus_until_the_last_micro_batch() -> None:
     weights = weights_of("4b", 8)
-    room, reserve = weights.room(80 * GIB, 7.0), DEVICE_RESERVE * 80 * GIB
-    reserve += weights.head
-    assert room == Room(80 * GIB - weights.fixed - reserve, 7.0, reserve)
-    assert weights_of("8b", 1).room(80 * GIB, 0).device < 0
     kept = WeightBytes.of(text_skeleton(CONFIGS["4b"]), 8, keeps_gradients=True)
-    assert kept.gathered - weights.gathered == 7 * weights.gradients, "those of all GPUs, until the last micro-batch"
+    assert kept.gathered - weights.gathered == 7 * weights.gradients
 
 
 LONG = (32768, 1024, 16)

@@ -21,7 +21,8 @@ from tests.layout.tries import (
 from tests.support import num_calls
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.planning import micro_batches as planner
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, MicroBatchLimits, cut_micro_batches, lay_out
+from verl_pg_plugin.planning.activation_policy import CacheWeights
+from verl_pg_plugin.planning.micro_batches import MicroBatch, MicroBatchLimits, cut_micro_batches, lay_out
 
 Plan = list[list[MicroBatch]]
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10, with_classes=True))

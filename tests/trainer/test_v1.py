@@ -14,8 +14,8 @@ from verl.trainer.ppo.v1 import trainer_base as verls
 import verl_pg_plugin
 from tests.own_models import WeightReadForCausalLM, register_own
 from tests.trainer.conftest import Workers
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.skeleton import text_skeleton
 from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout
+from verl_pg_plugin.transfer import to_device
 
 
 class Place(NamedTuple):

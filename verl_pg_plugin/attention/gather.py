@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -39,18 +38,6 @@ class Gather:
         wide = torch.promote_types(grad.dtype, torch.float32)
         found = torch.zeros(total.shape, dtype=wide, device=grad.device).index_add_(0, self.tokens, grad.to(wide))
         total.copy_(total + found if add else found)
-
-
-def to_device(array: np.ndarray, device: torch.device | str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """An index map on the device, int64 where nothing else is said; see ``send``."""
-    return send(torch.from_numpy(np.ascontiguousarray(array)).to(dtype), device)
-
-
-def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor on the device; through pinned memory, so that the host does not wait."""
-    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 class _GatherTokens(torch.autograd.Function):

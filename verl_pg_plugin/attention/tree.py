@@ -15,10 +15,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from verl_pg_plugin.attention.gather import Gather, to_device
+from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.layout.order import IntArray
+from verl_pg_plugin.transfer import to_device
 
 GATHERED_PER_TOKEN = 12
 """Gathered keys that the forward holds at once for each token that it reads."""

@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> None:
 
 def count_flops(config: Any, order: PrefixOrder, prompts: IntArray) -> str:
     """FLOPs of a forward over sequences with prompts of these lengths (B,), or why they cannot be counted."""
-    from verl_pg_plugin.architectures import text_skeleton
     from verl_pg_plugin.planning.cost import ModelFlops
+    from verl_pg_plugin.skeleton import text_skeleton
 
     flops = ModelFlops.or_tokens(lambda: text_skeleton(config))
     if flops.unknown:

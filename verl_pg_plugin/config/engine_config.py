@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from verl.workers.config import FSDPEngineConfig, VeOmniEngineConfig
 from verl.workers.engine.base import EngineRegistry
 
-from verl_pg_plugin.after_import import waiting
+from verl_pg_plugin.after_import import registrations
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES, OPTIONS, VEOMNI
 from verl_pg_plugin.config.options import PrefixGrouperOptions, option_issues
 from verl_pg_plugin.issue import ConfigError, Issue
@@ -75,7 +75,7 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
 
 
 def _assert_all_in_force(*strategies: str) -> None:
-    for _ in range(len(waiting)):  # engines that could not be registered when verl was imported
-        waiting.pop(0)()
+    for register in registrations:
+        register()
     for strategy in strategies:
         assert_in_force(strategy)

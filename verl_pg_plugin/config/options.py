@@ -25,8 +25,8 @@ class PrefixGrouperOptions:
             the backward runs attention a second time. inputs_on_host: the same on the host. auto takes for each
             micro-batch the first of attention, attention_on_host and inputs_on_host that fits. Gradients are alike to
             the bit, unless the level changes how a group is split.
-        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU unless
-            something is known to speak against it (``config.compile``), True wherever it can work.
+        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU for types that
+            ran compiled on one (``config.compile``), True wherever it can work.
         logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
             for all of them.
         carry: auto lets the chunks of a split group read their prefix from a cache where that is cheaper; never

@@ -23,6 +23,7 @@ from verl.utils.config import validate_config
 from verl.workers.config import CriticConfig
 
 from verl_pg_plugin import compat
+from verl_pg_plugin.after_import import registrations
 from verl_pg_plugin.architectures import steady_length
 from verl_pg_plugin.config import rules
 from verl_pg_plugin.config.checkpoint import read_checkpoint
@@ -79,7 +80,7 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     """What the modes say against a run: its flags and options, its checkpoints and its engines."""
     found, shares = [*_flag_issues(config)], mode_of(config).shares_prefixes
     if shares:
-        found += [*_combinations(config), *_budgets(config), *_losses_by_cut(config)]
+        found += [*_registration_issues(), *_combinations(config), *_budgets(config), *_losses_by_cut(config)]
     read = cache(partial(read_checkpoint, config))
     for role in rules.roles_of(config):
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL) if shares else (None, [])
@@ -89,6 +90,16 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
         if engine.hf_config is not None:
             found += _long_sequences(config, engine.hf_config)
     return list(dict.fromkeys(found))
+
+
+def _registration_issues() -> Iterator[Issue]:
+    """Engines that cannot be imported or registered, which verl would swallow."""
+    try:
+        for register in registrations:
+            register()
+    except Exception as error:  # whatever an import raises
+        why = f"engines are not registered ({type(error).__name__}: {error})"
+        yield Issue(f"{USE_PREFIX_GROUPER}=True", why, f"what python -m verl_pg_plugin doctor says, or {rules.STOCK}")
 
 
 def _long_sequences(config: DictConfig, hf_config: PretrainedConfig) -> Iterator[Issue]:
@@ -248,32 +259,22 @@ def joins_cluster(config: DictConfig) -> bool:
     return Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "ray_current_cluster").exists()
 
 
-def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
-    """For each phase its section, the key that limits its micro-batches, and whether that counts tokens."""
-    bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
-    for section in (*rules.roles_of(config), *(() if bypasses else (ROLLOUT,))):
-        switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
-        by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
-        if section == CRITIC:  # whose own switch verl's trainers do not hand on
-            engine = rules.engine_of(config, CRITIC)
-            if engine.get("use_dynamic_bsz") is False:  # sizes are those of its engine config
-                yield from ((section, f"{engine.section}.{of}micro_batch_size_per_gpu", False) for of in ("", "infer_"))
-                continue
-            by_tokens = True
-            kind = "ppo_infer" if OmegaConf.select(config, "trainer.use_v1") else kind  # updates too
-        yield section, f"{section}.{kind}_{'max_token_len' if by_tokens else 'micro_batch_size'}_per_gpu", by_tokens
-
-
 def _budgets(config: DictConfig) -> Iterator[Issue]:
     """Token budgets below the longest sequence that the overrides allow; a batch that has one ends the run."""
     longest = sum(count_of(config, f"data.max_{part}_length") for part in ("prompt", "response"))
-    for role, key, by_tokens in micro_batch_limits(config):
-        of_verl = CriticConfig.ppo_infer_max_token_len_per_gpu if role == CRITIC else 0  # a key that its files lack
-        limit = count_of(config, key) or of_verl
-        budget = limit * rules.engine_of(config, ACTOR if role == ROLLOUT else role).sp_size
-        if by_tokens and 0 < budget < longest - 1:
+    bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
+    for section in (*rules.roles_of(config), *(() if bypasses else (ROLLOUT,))):
+        engine, of_verl = rules.engine_of(config, ACTOR if section == ROLLOUT else section), 0
+        switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
+        by_tokens = OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz")
+        if section == CRITIC:  # whose own switch verl's trainers do not hand on
+            by_tokens = engine.get("use_dynamic_bsz") is not False
+            kind = "ppo_infer" if OmegaConf.select(config, "trainer.use_v1") else kind  # updates too
+            of_verl = CriticConfig.ppo_infer_max_token_len_per_gpu  # a key that its files lack
+        limit = count_of(config, key := f"{section}.{kind}_max_token_len_per_gpu") or of_verl
+        if by_tokens and 0 < (budget := limit * engine.sp_size) < longest - 1:
             why = f"holds {budget} tokens, and a sequence of more, of up to {longest - 1}, would end the run"
-            fix = f"{'++' * (role == CRITIC)}{key}={-(-(longest - 1) * limit // budget)}"
+            fix = f"{'++' * (section == CRITIC)}{key}={-(-(longest - 1) * limit // budget)}"
             yield Issue(f"{key}={limit}", why, fix, is_warning=True)
 
 

@@ -18,13 +18,6 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_pg_plugin.architectures import (
-    FLOAT32_ANGLE_TYPES,
-    FSDP2_CASTS_AGAIN,
-    UNCOMPILED,
-    fused_obstacle,
-    text_skeleton,
-)
 from verl_pg_plugin.attention.kernels import (
     ATTENTION_KERNEL,
     ATTENTION_KERNELS,
@@ -33,15 +26,24 @@ from verl_pg_plugin.attention.kernels import (
     candidates,
     setting_obstacle,
 )
-from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
+from verl_pg_plugin.config.compile import (
+    COMPILE_LAYERS,
+    compiler_obstacle,
+    has_flat_parameters,
+    layers_obstacle,
+    untested_type,
+)
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, MODEL, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI, count_of
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode
+from verl_pg_plugin.gradient_checkpointing import FLOAT32_ANGLE_TYPES, FSDP2_CASTS_AGAIN
 from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.lm_head import fused_obstacle
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.mixers.mixer import Mixer
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level
+from verl_pg_plugin.skeleton import text_skeleton
 
 STOCK = f"{USE_PREFIX_GROUPER}=False (stock verl)"
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
@@ -120,13 +122,10 @@ def quantization_aware_training(engine: Engine) -> Iterator[Issue]:
 def compiled_layers(engine: Engine) -> Iterator[Issue]:
     if engine.option("compile_layers") is not True:
         return
-    kind = getattr(engine.hf_config, "model_type", "")
     if why := layers_obstacle(engine):
         yield Issue(f"{COMPILE_LAYERS}=True", why, f"{COMPILE_LAYERS}=False")
-    elif engine.device == "cuda" and kind in UNCOMPILED:
-        yield Issue(
-            f"{COMPILE_LAYERS}=True", f"layers of {kind} {UNCOMPILED[kind]}", f"{COMPILE_LAYERS}=auto", is_warning=True
-        )
+    elif engine.device == "cuda" and engine.hf_config is not None and (why := untested_type(engine)):
+        yield Issue(f"{COMPILE_LAYERS}=True", why, f"{COMPILE_LAYERS}=auto", is_warning=True)
 
 
 def compiler(engine: Engine) -> Iterator[Issue]:

@@ -20,7 +20,7 @@ def register() -> None:
     _ROLLOUT_REGISTRY[("hf", "async")] = "verl_pg_plugin.cpu.rollout.ServerAdapter"
     after_import("transformers.models.auto.processing_auto", _register_processor)
     upstream.use_single_gloo_backend()
-    upstream.use_unpinned_offload()
+    after_import("verl.workers.engine", upstream.use_unpinned_offload)
 
 
 def _register_processor() -> None:

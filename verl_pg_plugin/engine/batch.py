@@ -7,11 +7,11 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.attention.gather import send
 from verl_pg_plugin.issue import SHARING_OFF, BatchError
 from verl_pg_plugin.layout import IntArray, Sequences
 from verl_pg_plugin.modalities import TEXT, Modality
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
+from verl_pg_plugin.transfer import send
 
 FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
 

@@ -22,8 +22,8 @@ from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompil
 from torch.utils.checkpoint import CheckpointError
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from verl_pg_plugin.architectures import CHECKPOINTS_FORWARD
-from verl_pg_plugin.upstream import keep_strides_of_grouped_products
+from verl_pg_plugin.config.compile import COMPILE_LAYERS, MANAGED, WHOLE
+from verl_pg_plugin.gradient_checkpointing import CHECKPOINTS_FORWARD
 
 DYNAMO_SETTINGS: dict[str, Any] = {
     # Graphs that one function may be compiled to: kinds of layers count, and with and without gradient. Behind its own
@@ -55,7 +55,7 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 NORMS_BEHIND_THE_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """Of Gemma 2 and 3, OLMo 2, GLM 4 and their kin, whose backward wants the product."""
 
-COMPILING_OFF = "set ++prefix_grouper.compile_layers=False"
+COMPILING_OFF = f"set {COMPILE_LAYERS}=False"
 OF_A_CALL = (TorchDynamoException, FailOnRecompileLimitHit)
 """What torch raises out of the call of a layer that it cannot compile."""
 OF_A_BACKWARD = (InductorError, CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError)
@@ -77,7 +77,7 @@ def compile_layers(module: Any, recomputed: bool = False) -> None:
     if not layers:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
     if any(getattr(part, "is_transposed", False) for part in module.modules()):  # experts of gpt-oss
-        keep_strides_of_grouped_products()
+        _keep_strides_of_grouped_products()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
@@ -103,6 +103,37 @@ def fix_sizes(layer: nn.Module) -> None:
                 mark_static(weight)
 
     layer.register_forward_pre_hook(mark)
+
+
+def let_flat_parameters_compile(module: Any) -> None:
+    """Let torch compile the layers of a model that FSDP1 has wrapped, before its first forward.
+
+    What: ``_fsdp_use_orig_params`` of the modules that FSDP manages (``_is_fsdp_managed_module``) becomes True. FSDP
+    writes it and never reads it.
+    Why: dynamo runs a managed module uncompiled where it is False, and says nothing. A layer's ``forward`` is called
+    behind FSDP's hooks, when its parameters are views of flat ones; these go into its graphs as inputs, as whole ones
+    do. ``use_orig_params=True`` itself would change the optimizer's state: no run could be resumed in another mode.
+    Versions: torch 2.11 to 2.15.
+    Remove when: torch compiles flat parameters, or verl has no FSDP1.
+    """
+    for part in module.modules():
+        if getattr(part, MANAGED, False):
+            setattr(part, WHOLE, True)
+
+
+def _keep_strides_of_grouped_products() -> None:
+    """Let torch write what a compiled graph hands to a grouped product in the order that it was traced in.
+
+    What: inductor's constraint on the inputs of ``aten._grouped_mm`` is the order of their strides, no longer density.
+    Why: the backward of experts whose weights lie as they are multiplied (gpt-oss) multiplies what it recomputes,
+    transposed. Written in that order, its rows are as long as tokens have experts in all, and most such numbers end in
+    "strides should be multiple of 16 bytes".
+    Versions: torch 2.11 to 2.14. Only called for such models.
+    Remove when: inductor keeps these strides, or ``grouped_mm`` takes rows of any length.
+    """
+    from torch._inductor import lowering  # seconds, which other models are spared
+
+    lowering.add_layout_constraint(torch.ops.aten._grouped_mm, lowering.constrain_to_fx_strides)
 
 
 def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,18 +18,21 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_layers import GradientCheckpointingLayer
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.architectures import lm_head_issues, steady_length
+from verl_pg_plugin.architectures import steady_length
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
+from verl_pg_plugin.compat import requirements
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
 from verl_pg_plugin.engine.batch import SequenceSelector
-from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes
+from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes, let_flat_parameters_compile
 from verl_pg_plugin.engine.heads import LogProbHead, install_head, read_request
 from verl_pg_plugin.engine.inputs import ModelInputs, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
@@ -48,8 +51,10 @@ from verl_pg_plugin.engine.ranks import agreement, gather
 from verl_pg_plugin.engine.verify import Noise, Responses, Verifier, read_responses
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, Sequences
+from verl_pg_plugin.lm_head import lm_head_issues
 from verl_pg_plugin.modalities import Kind, modality_of
-from verl_pg_plugin.planning.activation_level import Level, Levels, Room
+from verl_pg_plugin.planning.activation_level import Level, Room
+from verl_pg_plugin.planning.activation_policy import Levels
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 logger = logging.getLogger(__name__)
@@ -73,6 +78,22 @@ class _MiniBatch:
 
 class SharedPrefixEngine(FSDPEngine):
     """What both engines have in common: packed mode with ``use_remove_padding=True``, else upstream's padded groups."""
+
+    # Set by verl's engines; ``compat`` looks at all of them.
+    model_config: Any
+    engine_config: Any
+    module: nn.Module
+    rank: int
+    device_mesh: DeviceMesh
+    ulysses_parallel_group: ProcessGroup | None
+    ulysses_sequence_parallel_size: int
+    pad_to_length: bool
+    pad_to_length_bucket: int
+    compute_entropy_from_logits: Callable[[torch.Tensor], torch.Tensor]
+    scaler: Any
+    _autocast_dtype: torch.dtype
+    _is_lora: bool
+    _uses_fsdp2_cpu_offload_policy: bool
 
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
     _told_level = False
@@ -104,7 +125,7 @@ class SharedPrefixEngine(FSDPEngine):
         with upstream.activation_offload_left_out():
             module = super()._build_fsdp_module(module)
         if self.compiles:
-            upstream.let_flat_parameters_compile(module)
+            let_flat_parameters_compile(module)
         return module
 
     def _take_over(self, module: nn.Module) -> None:
@@ -119,8 +140,14 @@ class SharedPrefixEngine(FSDPEngine):
 
     def _replace_checkpoints(self, module: nn.Module) -> None:
         """Let activation levels stand in for the checkpoints of a model that has them."""
-        layers = [layer for layer in self._layers if getattr(layer, "_gradient_checkpointing_func", None)]
-        if self.model_config.enable_gradient_checkpointing and not layers:
+        name, recomputes = "_gradient_checkpointing_func", self.model_config.enable_gradient_checkpointing
+        layers = [layer for layer in self._layers if hasattr(layer, name)]
+        if recomputes and any(isinstance(it, GradientCheckpointingLayer) for it in {*self._layers} - {*layers}):
+            raise upstream.UpstreamChangedError(
+                f"enable_gradient_checkpointing=True: this transformers sets no {name} in decoder layers. "
+                f"Fix: pip install '{requirements('tested').get('transformers', 'transformers')}'"
+            )
+        if recomputes and not layers:
             asked = self.options.activations  # transformers' own checkpoints keep inputs
             if asked not in ("auto", Level.INPUTS.value):
                 why = f"it does not say which modules are its decoder layers, for ++prefix_grouper.activations={asked}"
@@ -247,7 +274,7 @@ class SharedPrefixEngine(FSDPEngine):
     def _host_bytes(self) -> float:
         """For this rank, measured in front of the first update, when the rollout engine is there and sleeps."""
         config, weights = self.engine_config, self._weight_bytes
-        if getattr(self, "_uses_fsdp2_cpu_offload_policy", False):  # weights are there by now, and not the rest
+        if self._uses_fsdp2_cpu_offload_policy:  # weights are there by now, and not the rest
             return host_bytes() - weights.gradients - weights.optimizer
         return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
 

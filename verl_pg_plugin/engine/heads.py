@@ -21,10 +21,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
-from verl_pg_plugin.architectures import fused_obstacle, head_obstacle
-from verl_pg_plugin.attention.gather import send
 from verl_pg_plugin.engine.batch import FUSED_OFF, uses_top_k
 from verl_pg_plugin.engine.inputs import ModelInputs
+from verl_pg_plugin.lm_head import fused_obstacle, head_obstacle
+from verl_pg_plugin.transfer import send
 
 logger = logging.getLogger(__name__)
 TOP_K_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")

@@ -10,10 +10,10 @@ from verl.utils.ulysses import gather_outputs_and_unpad
 
 from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention
-from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.layout import IntArray, Layout, PaddedLayout, Sequences
 from verl_pg_plugin.modalities import Kind, Modality
+from verl_pg_plugin.transfer import send, to_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from verl_pg_plugin.engine.batch import check_batch, limits_of, read_sequences, 
 from verl_pg_plugin.engine.ranks import agreement
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Kind, Modality
-from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.activation_level import Level
+from verl_pg_plugin.planning.activation_policy import Levels, cache_weights
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.loss_tokens import cut_for_loss
-from verl_pg_plugin.planning.memory import cache_weights
 from verl_pg_plugin.planning.micro_batches import MicroBatch, lay_out
 
 

@@ -2,9 +2,11 @@
 
 verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") win over the stock ones
 without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/engine/base.py, EngineRegistry). verl
-instantiates what it finds, so an entry is a class that makes the engine which the engine config asks for.
+instantiates what it finds, so an entry is a class that makes the engine which the engine config asks for. Ours is
+imported then and no sooner: stock runs do without its modules.
 """
 
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import nn
@@ -14,14 +16,14 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES, VEOMNI
-from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel, SharedPrefixValueModel
-from verl_pg_plugin.engine.prepare import load_value_model
 
 
 class StockValueModelOnCPU(FSDPEngineWithValueHead):
     """verl's value model where there is no flash-attn, for which verl loads it."""
 
     def _build_module(self) -> nn.Module:
+        from verl_pg_plugin.engine.prepare import load_value_model
+
         with upstream.value_models_loaded_by(load_value_model):
             return super()._build_module()
 
@@ -29,21 +31,21 @@ class StockValueModelOnCPU(FSDPEngineWithValueHead):
 class _Entry(BaseEngine):
     """``ours`` if the engine config has ``use_prefix_grouper=True``, else ``stock``."""
 
-    ours: type[BaseEngine]
+    ours: str  # module of this package and class
     stock: type[BaseEngine]
 
     def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(engine_config, "use_prefix_grouper", False):
-            return cls.ours(model_config, engine_config, *args, **kwargs)
+            return resolve_name(f"{__package__}.{cls.ours}")(model_config, engine_config, *args, **kwargs)
         return cls.stock(model_config, engine_config, *args, **kwargs)
 
 
 class PrefixGrouperFSDPEngineWithLMHead(_Entry):
-    ours, stock = SharedPrefixLanguageModel, FSDPEngineWithLMHead
+    ours, stock = "engine:SharedPrefixLanguageModel", FSDPEngineWithLMHead
 
 
 class PrefixGrouperFSDPEngineWithValueHead(_Entry):
-    ours = SharedPrefixValueModel
+    ours = "engine:SharedPrefixValueModel"
     stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
 
 
@@ -56,10 +58,8 @@ _ENTRIES: dict[tuple[str, str], type[BaseEngine]] = {
 if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where the package veomni can be imported
     from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
-    from verl_pg_plugin.engine.veomni import SharedPrefixVeOmniLanguageModel
-
     class PrefixGrouperVeOmniEngineWithLMHead(_Entry):
-        ours, stock = SharedPrefixVeOmniLanguageModel, VeOmniEngineWithLMHead
+        ours, stock = "veomni:SharedPrefixVeOmniLanguageModel", VeOmniEngineWithLMHead
 
     _ENTRIES["language_model", VEOMNI] = PrefixGrouperVeOmniEngineWithLMHead
 

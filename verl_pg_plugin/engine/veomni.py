@@ -24,13 +24,13 @@ from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterRepl
 from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
 from verl_pg_plugin.attention.cache import Place
-from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
 from verl_pg_plugin.engine.inputs import ModelInputs
 from verl_pg_plugin.engine.prepare import prepare_config
 from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.transfer import to_device
 
 ROUTES = "routed_experts"
 """verl's name of the (tokens, layers, experts of a token) of every sequence, in batches and among outputs."""

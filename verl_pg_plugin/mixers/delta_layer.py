@@ -29,10 +29,11 @@ from torch.nn.utils.rnn import pad_sequence
 from verl_pg_plugin import upstream
 from verl_pg_plugin.attention.cache import CacheAccess, Place, StateExchange
 from verl_pg_plugin.attention.context import AttentionContext
-from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
+from verl_pg_plugin.attention.gather import Gather, gather_tokens
 from verl_pg_plugin.attention.interface import WITHOUT_EFFECT
 from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.layout import IntArray, PackedLayout
+from verl_pg_plugin.transfer import to_device
 
 STATE, INPUTS = "state", "inputs"
 GATED_DELTA = "gated_delta"

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, TEXT, Kind, Modality
+from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, Images
+from verl_pg_plugin.modalities.modality import TEXT, Kind, Modality
 
-__all__ = ["IMAGE_MODEL_TYPES", "TEXT", "Kind", "Modality", "modality_obstacles", "modality_of"]
+__all__ = ["IMAGE_MODEL_TYPES", "TEXT", "Images", "Kind", "Modality", "modality_obstacles", "modality_of"]
 
 
 def modality_obstacles(config: PretrainedConfig | SimpleNamespace) -> list[str]:
@@ -25,4 +26,4 @@ def modality_of(config: PretrainedConfig) -> Modality:
     """The modality of a model; ValueError where none fits."""
     if obstacles := modality_obstacles(config):
         raise ValueError("; ".join(obstacles))
-    return Modality.of(config) if config.model_type in IMAGE_MODEL_TYPES else TEXT
+    return Images.of(config) if config.model_type in IMAGE_MODEL_TYPES else TEXT

@@ -1,4 +1,4 @@
-"""What a model reads beside text: each distinct image goes through its vision encoder once per micro-batch.
+"""Images and videos: each distinct image goes through its vision encoder once per micro-batch.
 
 Placeholders mark images in the tokens; patches are in what verl's processor made of them. Token ids do not tell two
 images apart, since both are tokens of one placeholder. So sequences get keys: the tokens of an image that of its
@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from verl_pg_plugin.issue import SHARING_OFF, BatchError
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, counted
+from verl_pg_plugin.modalities.modality import Kind, Modality, read_outputs, read_positions
 
 IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Their language model is causal over images too, and their vision encoder looks at each image or frame alone."""
@@ -27,21 +28,8 @@ IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen
 POSITION_DIMENSIONS = 4
 """verl hands over a counter of tokens, then time, height and width."""
 
-FOR_POSITIONS_ALONE = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})
-"""What verl adds and the model needs for positions alone, which the batch has."""
-
 FIRST_KEY = 1 << 31
 """Keys from here on stand for more than a token."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Images or videos; two keys of verl's ``multi_modal_inputs``, which are keywords of the model too."""
-
-    name: str  # for messages
-    pixels: str  # key of (patches, numbers)
-    grids: str  # key of (images, 3), each a number of frames, rows and columns of patches
-    token_id: int  # the placeholder
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,16 +43,15 @@ class Image:
     grid: tuple[int, int]  # rows and columns of patches
 
 
-@dataclass(frozen=True)
-class Modality:
+@dataclass(frozen=True, kw_only=True)
+class Images(Modality):
     """Images and videos as placeholders in the tokens, for which the model puts in what its vision encoder computes."""
 
-    kinds: tuple[Kind, ...] = ()  # empty of language models, which read text alone
-    merge_size: int = 1  # rows and columns of patches that the vision encoder merges into one token
-    patch_numbers: int = 0  # numbers of a patch
+    merge_size: int  # rows and columns of patches that the vision encoder merges into one token
+    patch_numbers: int  # numbers of a patch
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "Modality":
+    def of(cls, config: PretrainedConfig) -> "Images":
         """Of a model that reads images."""
         vision: Any = config.vision_config
         channels = getattr(vision, "in_channels", None) or vision.in_chans
@@ -82,26 +69,13 @@ class Modality:
 
         Which features belong to a rank's tokens is known only behind the encoder; there the language model takes over.
         """
-        if self.kinds:
-            module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
+        module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
         """The sequences of a batch in verl's no-padding format, with what they hold beside tokens, or BatchError."""
-        offsets, given = sequences.offsets, data.get("multi_modal_inputs", None)
-        of_each = [] if given is None else [dict(getattr(of_one, "data", of_one) or {}) for of_one in given]
-        images = self._find_images(sequences, of_each)
-        position_ids = data.get("position_ids", None)
-        if position_ids is not None and not position_ids.is_nested:
-            raise BatchError("position_ids must be jagged like input_ids; convert with verl's left_right_2_no_padding")
-        positions = None if position_ids is None else position_ids.values().detach().cpu().numpy()
-        if not self.kinds:
-            # Sharing compares tokens only, so positions must count in each of their dimensions.
-            if positions is not None and (positions.shape[-1] != offsets[-1] or (positions != counted(offsets)).any()):
-                raise BatchError(
-                    f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {SHARING_OFF}"
-                )
-            return sequences
-        positions = _in_space(positions, offsets, has_images=any(images))
+        names = frozenset(name for kind in self.kinds for name in (kind.pixels, kind.grids))
+        images = self._find_images(sequences, read_outputs(data, names))
+        positions = _in_space(read_positions(data), sequences.offsets, has_images=any(images))
         keys, inside = _build_keys(sequences, positions, images)
         return replace(sequences, keys=keys, positions=positions, inside=inside, images=images)
 
@@ -110,17 +84,11 @@ class Modality:
 
         ``given`` are verl's ``multi_modal_inputs`` of each; an empty list if the batch has none.
         """
-        names = {name for kind in self.kinds for name in (kind.pixels, kind.grids)} | FOR_POSITIONS_ALONE
         places = {kind: np.flatnonzero(sequences.tokens == kind.token_id) for kind in self.kinds}
         bounds = sequences.offsets.tolist()
         found: list[list[Image]] = []
         for sequence, (start, stop) in enumerate(pairwise(bounds)):
             of_one = given[sequence] if given else {}
-            if unknown := sorted(name for name, value in of_one.items() if value is not None and name not in names):
-                raise BatchError(
-                    f"sequence {sequence}: the processor returns {', '.join(unknown)}, which packed mode does not hand "
-                    f"to this model; {SHARING_OFF}"
-                )
             images: list[Image] = []
             for kind, at in places.items():
                 first, last = np.searchsorted(at, [start, stop])
@@ -136,8 +104,8 @@ class Modality:
 
     def inputs(
         self, layout: PackedLayout, sequences: Sequences, shown: frozenset[Kind]
-    ) -> tuple[list[int], dict[str, torch.Tensor] | None]:
-        """Images whose tokens are in the layout, once each and in their order, by keyword; None where text is all.
+    ) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """Images whose tokens are in the layout, once each and in their order, by keyword.
 
         A kind that is shown elsewhere alone gets a blank one, and a token of the padding shows it: the model runs its
         vision encoder once for each kind, and FSDP gathers weights on all ranks or on none. Its gradients are zero.
@@ -146,8 +114,6 @@ class Modality:
             layout: of ``sequences``, or of a prefix of the first.
             shown: kinds that some rank has in the mini-batch.
         """
-        if not self.kinds:
-            return [], None
         images, size = shown_images(layout, sequences), self.merge_size
         padding: list[int] = []
         tensors: dict[str, torch.Tensor] = {}
@@ -160,10 +126,6 @@ class Modality:
                 tensors[kind.pixels] = torch.zeros(size**2, self.patch_numbers)
                 tensors[kind.grids] = torch.tensor([(1, size, size)])
         return padding, tensors
-
-
-TEXT = Modality()
-"""Of language models."""
 
 
 def _in_space(given: IntArray | None, offsets: IntArray, has_images: bool) -> IntArray:

@@ -7,14 +7,8 @@ response is masked.
 import numpy as np
 
 from verl_pg_plugin.layout import PrefixOrder
-from verl_pg_plugin.planning.activation_level import Levels
-from verl_pg_plugin.planning.micro_batches import (
-    SHORT_PREFIX,
-    CacheWeights,
-    MicroBatch,
-    MicroBatchLimits,
-    cut_micro_batches,
-)
+from verl_pg_plugin.planning.activation_policy import CacheWeights, Levels
+from verl_pg_plugin.planning.micro_batches import SHORT_PREFIX, MicroBatch, MicroBatchLimits, cut_micro_batches
 
 
 def cut_for_loss(

@@ -12,9 +12,8 @@ from transformers import PretrainedConfig
 from verl_pg_plugin.attention.tree import GATHERED_IN_BACKWARD
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import ATTENTION, attention_needs
-from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
+from verl_pg_plugin.planning.activation_level import Level
 from verl_pg_plugin.planning.cost import EXPERTS_PER_TOKEN
-from verl_pg_plugin.planning.micro_batches import CacheWeights
 
 
 @dataclass(frozen=True)
@@ -104,31 +103,6 @@ class TokenBytes:
         return of_tokens + states * (self.state + self.state_sums) + pending_states * self.state_sums
 
 
-def cache_weights(levels: Levels, budget: int, forward_only: bool) -> CacheWeights:
-    """What tokens of a split group take of a ``budget`` of computed tokens.
-
-    With a measured room, a token of the budget is worth room / budget bytes: a chunk computes at most so many tokens,
-    and fits at the smallest level with all that it reads and publishes. Elsewhere it is worth what a computed token
-    keeps at the level that is taken, on the host its inputs. Unknown sizes count as if every query had its own key.
-    """
-    sizes, room = levels.sizes, levels.room
-    if sizes is None:
-        return CacheWeights(1.0, 1.0, 0.0) if forward_only else CacheWeights(3.0, 2.0)
-    level = levels.ladder[0]
-    computed = sizes.held(Level.INPUTS if level.on_host else level)
-    if forward_only:  # nothing is kept of a computed token
-        cached = sizes.caching_layers * sizes.key_value / computed
-        return CacheWeights(cached, cached, 0.0, sizes.state / computed)
-    uses = sizes.beside(cached=1), sizes.beside(pending=1), sizes.beside(states=1)
-    if room is None:
-        cached, published, state = (use / computed for use in uses)
-        return CacheWeights(cached, published, 1.0 if levels.asked else sizes.held(Level.INPUTS) / computed, state)
-    share = max(room.device, 1.0) * levels.ranks / budget
-    smallest = sizes.on_device(levels.smallest(budget)) + sizes.logits * levels.logits_at_once
-    cached, published, state, alone = (use / share for use in (*uses, smallest))
-    return CacheWeights(cached, published, alone, state, computed=alone)
-
-
 @dataclass(frozen=True)
 class WeightBytes:
     """Bytes of a model's weights and what comes with them, on one of the GPUs that FSDP spreads it over.
@@ -163,16 +137,6 @@ class WeightBytes:
         gathered += 10 * min(layer, trained / layers) + (4 * trained * (num_gpus - 1) / num_gpus) * keeps_gradients
         own, gradients = 4 * weights / num_gpus, 4 * trained / num_gpus
         return cls(own, gradients, 2 * gradients, gathered, head)
-
-    @property
-    def fixed(self) -> float:
-        """What stands beside tokens, whatever runs, but for the LM head."""
-        return self.weights + self.gradients + self.optimizer + self.gathered
-
-    def room(self, device: float, host: float) -> Room:
-        """What a device of so many bytes, and so many of the host, has for activations."""
-        reserve = DEVICE_RESERVE * device + self.head
-        return Room(device - self.fixed - reserve, host, reserve)
 
 
 def _numbers(module: Any, trained: bool = False) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, PrefixOrder, Sequences, share_states
-from verl_pg_plugin.planning.activation_level import Levels
+from verl_pg_plugin.planning.activation_policy import CacheWeights, Levels
 
 MICRO_BATCH_COST = 350.0
 """Fixed cost of a micro-batch in tokens of an update: gathered weights, launches, the head's own. On an H200 one takes
@@ -46,25 +46,6 @@ class MicroBatchLimits:
         """Return the token budget; without one, that of as many of the longest of (B,) sequences as are allowed."""
         longest = np.sort(num_tokens)[-(self.max_sequences or len(num_tokens)) :]
         return self.max_tokens or max(int(longest.sum()), 1)  # sequences of one token compute nothing
-
-
-@dataclass(frozen=True)
-class CacheWeights:
-    """What a token of a split group takes of the token budget, see ``memory.cache_weights``."""
-
-    cached: float = 0.0  # one that is read: its keys and values, and in training the sums of their gradients
-    published: float = 0.0  # one that later chunks read, or its pending gradients
-    alone: float = 1.0  # one that a chunk of one sequence computes, which may run at the smallest activation level
-    state: float = 0.0  # not a token, but what recurrent layers hold where a chunk goes on behind cached tokens
-    computed: float = 1.0  # one that a chunk of several sequences computes; it takes at least 1 without the others
-
-    def read(self, num_tokens: int, num_states: int = 1) -> float:
-        """What so many cached tokens take, with states behind some of them: where sequences part, and at their end."""
-        return self.cached * num_tokens + self.state * num_states * (num_tokens > 0)
-
-    def hold(self, num_tokens: int) -> float:
-        """The same of published ones, with one state."""
-        return self.published * num_tokens + self.state * (num_tokens > 0)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
-from verl_pg_plugin.planning.cost import ModelFlops
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # verl's own level hides what is no warning
@@ -86,8 +84,10 @@ def rollout_metrics(trainer: Any) -> dict[str, float]:
     return dict(ray.get(router.take_metrics.remote())) if hasattr(router, "take_metrics") else {}
 
 
-def actor_flops(config: DictConfig) -> ModelFlops:
+def actor_flops(config: DictConfig) -> Any:
     """Price of the actor's tokens, from the config that verl's trainers load for the tokenizer: no weight is read."""
+    from verl_pg_plugin.planning.cost import ModelFlops
+    from verl_pg_plugin.skeleton import text_skeleton  # stock runs do without both
 
     def build() -> Any:
         section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)

@@ -1,0 +1,75 @@
+"""Whether log-probs can be taken from a model's LM head in place of its logits."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from verl_pg_plugin.issue import Issue
+
+
+def lm_head_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
+    """What the class of a causal language model says against running its head on some tokens only."""
+    if "logits_to_keep" in inspect.signature(model_class.forward).parameters:
+        return []
+    return [Issue("", f"{model_class.__name__} cannot run its LM head on response tokens only (logits_to_keep)")]
+
+
+def head_obstacle(module: Any) -> str:
+    """Why the output of an unwrapped causal language model may differ from that of its head; empty if it is the same.
+
+    Its ``forward`` runs around a decoder and a head that only pretend, which takes no weights: what comes out as logits
+    must be the very tensor that the head returned, unchanged.
+    """
+    head = module.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__module__}.{type(head).__qualname__}"
+    tokens = torch.arange(2, device=module.device)
+    hidden = torch.zeros(1, len(tokens), head.in_features, device=module.device, dtype=module.dtype)
+    logits = torch.ones(1, len(tokens), head.out_features)
+    name = type(module).__name__
+    try:
+        with torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(_returning(head, logits))
+            for decoder in {module.base_model, module.get_decoder()}:  # most call the first, OPT the second
+                stack.enter_context(_returning(decoder, _DecoderOutput(last_hidden_state=hidden)))
+            found = module(input_ids=tokens[None], logits_to_keep=tokens, use_cache=False).logits
+    except Exception as error:  # a forward of any kind: that it cannot be looked at is the answer
+        return f"{name} does not run around another decoder ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if found is not logits or not bool((logits == 1).all()):
+        return f"{name} changes what its head puts out (scaled or capped logits)"
+    return ""
+
+
+def fused_obstacle(module: Any) -> str:
+    """Why the head of ``module`` cannot run as verl's fused kernels, which multiply by its weight; empty if it can."""
+    obstacle = head_obstacle(module)
+    if not obstacle and module.get_output_embeddings().bias is not None:
+        return "the head has a bias, which the fused kernels leave out"
+    return obstacle
+
+
+class _DecoderOutput(MoeModelOutputWithPast):
+    """Hidden states alone; all else that a forward may read is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _returning(module: nn.Module, output: Any) -> Iterator[None]:
+    """``module`` returns ``output``, whatever it is given."""
+    own = module.__dict__.get("forward")
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
