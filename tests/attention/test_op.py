@@ -19,8 +19,8 @@ from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.attention.passes import Varlen
-from verl_pg_plugin.attention.tree import Piece
-from verl_pg_plugin.engine.activations import Tape
+from verl_pg_plugin.attention.plan import VarlenCall
+from verl_pg_plugin.engine.activations import CheckpointRecord
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
 
@@ -140,19 +140,19 @@ def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window
         assert sum(keys for keys, _ in calls) == len(LAYOUT.kv_index) > 10 * LAYOUT.num_tokens
 
 
-def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, (4, 1e9))
-    gathered, gather = [], Piece.read
+    gathered, gather = [], VarlenCall.read
 
-    def gather_alone(piece: Piece, *tensors: torch.Tensor) -> Any:
+    def gather_alone(call: VarlenCall, *tensors: torch.Tensor) -> Any:
         assert [of for of in gathered if of() is not None] == []
-        return gather(piece, *tensors)
+        return gather(call, *tensors)
 
     def backward(*given: Any) -> None:
         gathered.extend(map(weakref.ref, given[1:-1]))
         SDPA.backward(*given)
 
-    monkeypatch.setattr(Piece, "read", gather_alone)
+    monkeypatch.setattr(VarlenCall, "read", gather_alone)
     packed_outcome(BF16, LAYOUT, kernel=replace(SDPA, backward=backward))
     assert len(gathered) > 2 * 8
 
@@ -180,7 +180,7 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(cu
     assert all(x.transpose(0, 1).is_contiguous() for x in (actual.dq, actual.dk, actual.dv))
 
 
-def test_gradients_of_many_pieces_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_many_calls_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of rounded sums lose a bit for every doubling of the group."""
     expected, errors = packed_outcome(BF16.to(torch.float64), LAYOUT), []
     for cuts in ((4, 3), (0.5, 1e9)):
@@ -203,7 +203,7 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
     leaves = tensors.leaves()
     expected = torch.autograd.grad(layer(*leaves).sum(), leaves)
     assert kernel.forward.call_count == 2
-    contexts = (lambda: (Tape(None, lambda: None),) * 2) if keeps else noop_context_fn
+    contexts = (lambda: (CheckpointRecord(None, lambda: None),) * 2) if keeps else noop_context_fn
     out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
     for forwards in (4, 4) if keeps else (6, 8):
         found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
@@ -221,8 +221,8 @@ def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
             out = context.attend_packed(scale * q, k, v, AttentionOptions(0.3))
         return out.sin()
 
-    tape = Tape(None, lambda: None)
-    out = checkpoint(layer, *tensors.leaves(), use_reentrant=False, context_fn=lambda: (tape, tape))
+    record = CheckpointRecord(None, lambda: None)
+    out = checkpoint(layer, *tensors.leaves(), use_reentrant=False, context_fn=lambda: (record, record))
     with pytest.raises(RuntimeError, match="more often when it is recomputed"):
         out.sum().backward()
 

@@ -21,14 +21,14 @@ from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.attention.op import AttentionOptions, attend
 from verl_pg_plugin.attention.passes import Varlen
-from verl_pg_plugin.attention.tree import Piece, Tree
+from verl_pg_plugin.attention.plan import AttentionPlan, VarlenCall
 from verl_pg_plugin.layout import PackedLayout
 
 if TYPE_CHECKING:
     from prefix_grouper import PrefixGrouper
 
 
-class AttentionContext(ABC):
+class ForwardContext(ABC):
     """Made for one forward, which a layer may run more than once (gradient checkpointing).
 
     No dataclass: torch 2.11 takes frozen dataclasses apart where compiled code hands them on, and would compile anew
@@ -95,20 +95,22 @@ def heads_obstacle(heads: int, kv_heads: int, ranks: int) -> str:
     return f"{heads} query and {kv_heads} key/value heads cannot be spread over {ranks} ranks"
 
 
-class PackedAttention(AttentionContext):
+class PackedAttention(ForwardContext):
     """T packed tokens, all on this rank or an equal slice on each rank of a group.
 
     All-to-alls around what mixes tokens trade a slice of the tokens and all heads for all tokens and a slice of the
     heads and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so in between each rank runs what one would.
     """
 
-    _unshared: Tree | None = None
+    _unshared: AttentionPlan | None = None
 
     @classmethod
     def unshared(cls, kernel: Kernel, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> PackedAttention:
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
         context, tokens = cls(None, kernel), slice(0, num_tokens)
-        context._unshared = Tree([Piece(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))])
+        context._unshared = AttentionPlan(
+            [VarlenCall(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))]
+        )
         return context
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -126,25 +128,25 @@ class PackedAttention(AttentionContext):
 
     def attend_packed(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> Tensor:
         """(T, H, D) of (T, H, D) queries and (T, G, D) keys and values; zero at padding."""
-        tree = self._tree(q_THD.device, options.window_size)
-        num_tokens = tree.forward[-1].rows.stop
+        plan = self._plan(q_THD.device, options.window_size)
+        num_tokens = plan.forward[-1].rows.stop
         num_padding = len(q_THD) - num_tokens
         if num_padding:
             q_THD, k_TGD, v_TGD = (x[:num_tokens] for x in (q_THD, k_TGD, v_TGD))
-        out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, self.cache)
+        out_THD = attend(q_THD, k_TGD, v_TGD, plan, self.kernel, options, self.cache)
         return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
-    def _tree(self, device: torch.device, window: int) -> Tree:
-        """The pieces of layers with that window."""
+    def _plan(self, device: torch.device, window: int) -> AttentionPlan:
+        """The calls of layers with that window."""
         if self._unshared is not None:
             return self._unshared
         assert isinstance(self.layout, PackedLayout)
         if window >= np.diff(self.layout.cu_seqlens_k).max() - 1:
             window = -1
-        return self.index(Tree.of, device, window)
+        return self.index(AttentionPlan.of, device, window)
 
 
-class PaddedGroupsAttention(AttentionContext):
+class PaddedGroupsAttention(ForwardContext):
     """Upstream's padded groups, a line ``[prompt | response 1 | response 2 | ... | padding]`` each.
 
     See https://github.com/johncaged/PrefixGrouper.
@@ -168,7 +170,7 @@ class PaddedGroupsAttention(AttentionContext):
             # A group without a prefix is no segment; every suffix has tokens.
             cu_seqlens_q, cu_seqlens_k = torch.unique_consecutive(cu_seqlens_q), torch.unique_consecutive(cu_seqlens_k)
             tokens = slice(0, len(q_THD)), slice(0, len(k_TGD))
-            tree = Tree([Piece(*tokens, Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))])
-            return pad_input(attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options), rows, batch_size, num_q)
+            plan = AttentionPlan([VarlenCall(*tokens, Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))])
+            return pad_input(attend(q_THD, k_TGD, v_TGD, plan, self.kernel, options), rows, batch_size, num_q)
 
         return self.grouper.forward(attend_padded, query, key, value)

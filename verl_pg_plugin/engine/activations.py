@@ -39,7 +39,7 @@ class Activations:
 
     def __init__(self, layers: Iterable[nn.Module], copier: PinnedCopier | None) -> None:
         self.level, self._copier = Level.ATTENTION, copier
-        self._last: Callable[[], Tape | None] = lambda: None
+        self._last: Callable[[], CheckpointRecord | None] = lambda: None
         for layer in layers:
             layer._gradient_checkpointing_func = self._checkpoint
 
@@ -50,7 +50,7 @@ class Activations:
     def _checkpoint(self, call: Callable[..., Any], *args: Any) -> Any:
         if self.level is Level.ALL or not torch.is_grad_enabled():
             return call(*args)
-        layer, before = Tape(self._copier if self.level.on_host else None, self._last), self._last()
+        layer, before = CheckpointRecord(self._copier if self.level.on_host else None, self._last), self._last()
         self._last = weakref.ref(layer)
         contexts = (lambda: (layer, layer)) if self.level.keeps_attention else noop_context_fn
         # A hook around a checkpoint sees its inputs, which torch saves for autograd, and nothing from inside.
@@ -85,7 +85,7 @@ class _Copy:
             self.leave_device()
 
 
-class Tape:
+class CheckpointRecord:
     """One call of a layer and what it keeps; autograd's graph is what holds it.
 
     It is both contexts of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around the layer: entered first
@@ -94,7 +94,7 @@ class Tape:
     sequences, and its output is small.
     """
 
-    def __init__(self, copier: PinnedCopier | None, before: Callable[[], Tape | None]) -> None:
+    def __init__(self, copier: PinnedCopier | None, before: Callable[[], CheckpointRecord | None]) -> None:
         self._copier, self._before = copier, before
         self._copies: list[_Copy] = []
         self._kept: list[list[Any]] = []  # (out, lse) of each attention call, in their order

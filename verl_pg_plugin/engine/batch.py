@@ -143,7 +143,7 @@ class SequenceSelector:
                 self._jagged.setdefault(tuple(field.offsets().tolist()), {})[name] = field.values()
         self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
 
-    def select(self, indices: list[int], device: torch.device) -> TensorDict:
+    def take(self, indices: list[int], device: torch.device) -> TensorDict:
         """These sequences of the batch, in this order; fields of the same lengths have the same offsets."""
         rest = tu.index_select_tensor_dict(self._rest, indices)
         dense = {name: x for name, x in rest.items() if isinstance(x, torch.Tensor) and not x.is_nested}

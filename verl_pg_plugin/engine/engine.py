@@ -244,7 +244,7 @@ class SharedPrefixEngine(FSDPEngine):
         loss_function, forward_only, costs = batch.loss_function, batch.forward_only, batch.costs
         kind = "forward-only" if forward_only else "update"
         sequences = batch.plan.sequences.select(planned.sequences)
-        micro_batch = batch.selector.select(planned.sequences, self._device)
+        micro_batch = batch.selector.take(planned.sequences, self._device)
         # A chunk of an update takes from the cache what it computes itself; what it reads is there, or is prefilled.
         # All forwards without gradient come first: FSDP2 expects a forward's backward to come next.
         consumed = [] if forward_only else batch.cache.consume(planned.layout)
@@ -278,13 +278,13 @@ class SharedPrefixEngine(FSDPEngine):
         self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
     ) -> dict[str, torch.Tensor]:
         """One forward of the model: named outputs of every sequence, jagged (B, length) as verl's losses read them."""
-        names, columns_NC = self._columns(inputs, micro_batch, loss_function)
+        names, columns_NC = self._forward_outputs(inputs, micro_batch, loss_function)
         self.shared_model.check_every_layer_mixed(inputs.context)
         values_CL, offsets = inputs.on_sequences(columns_NC), micro_batch["input_ids"].offsets()
         return {name: torch.nested.nested_tensor_from_jagged(values_CL[i], offsets) for i, name in enumerate(names)}
 
     @abstractmethod
-    def _columns(
+    def _forward_outputs(
         self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
     ) -> tuple[list[str], torch.Tensor]:
         """Call the model; names of C outputs, and (N, C) of them for the labels of this rank."""
@@ -300,15 +300,15 @@ class SharedPrefixEngine(FSDPEngine):
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         try:
             with torch.no_grad(), self._autocast():
-                self.compute(inputs, batch.selector.select(first, self._device), batch.loss_function)
+                self.compute(inputs, batch.selector.take(first, self._device), batch.loss_function)
         finally:
             self.module.train(training)
 
     def _compute_alone(self, batch: _MiniBatch, chosen: list[int]) -> tuple[Responses, Responses]:
         """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance."""
-        micro_batch = batch.selector.select(chosen, self._device)
+        micro_batch = batch.selector.take(chosen, self._device)
         sequences = batch.plan.sequences.select(chosen)
-        layout = sequences.unshared().lay_out()
+        layout = sequences.unshared().build_layout()
 
         def responses(noise: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Responses:
             inputs = self._inputs(layout, sequences, batch.plan.shown)
@@ -350,7 +350,7 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
             self.log_prob_head = install_head(base, self.model_config, self.options.logits_chunk_size)
         super()._finish_unsharded(module)
 
-    def _columns(
+    def _forward_outputs(
         self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
     ) -> tuple[list[str], torch.Tensor]:
         entropy = self.compute_entropy_from_logits
@@ -378,7 +378,7 @@ class SharedPrefixValueModel(SharedPrefixEngine):
         with upstream.value_models_loaded_by(load_value_model):
             return super()._build_module()
 
-    def _columns(
+    def _forward_outputs(
         self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
     ) -> tuple[list[str], torch.Tensor]:
         values_GS1 = self.module(**inputs.keywords).logits

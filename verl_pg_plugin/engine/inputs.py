@@ -9,7 +9,7 @@ import torch.distributed as dist
 from verl.utils.ulysses import gather_outputs_and_unpad
 
 from verl_pg_plugin.attention.cache import CacheAccess
-from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention
+from verl_pg_plugin.attention.context import ForwardContext, PackedAttention, PaddedGroupsAttention
 from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.layout import IntArray, Layout, PaddedLayout, Sequences
@@ -26,7 +26,7 @@ class ModelInputs:
     """
 
     layout: Layout
-    context: AttentionContext  # what the layers that mix tokens are handed as ``prefix_grouper``
+    context: ForwardContext  # what the layers that mix tokens are handed as ``prefix_grouper``
     input_ids: torch.Tensor  # (G, S)
     position_ids: torch.Tensor  # (G, S), or (P, G, S) of P dimensions
     head_columns: torch.Tensor  # (W,) columns that the LM head runs on

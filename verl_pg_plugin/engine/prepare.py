@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTok
 from verl.utils.device import get_device_name
 
 from verl_pg_plugin.architectures import OVERRIDE, class_issues, config_issues
-from verl_pg_plugin.attention.context import AttentionContext
+from verl_pg_plugin.attention.context import ForwardContext
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, Kernel, select_kernel
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.mode import Engine
@@ -69,7 +69,7 @@ class SharedModel:
     flops: ModelFlops
     prefix_cache: bool  # whether every layer reads tokens that another micro-batch has computed
 
-    def check_every_layer_mixed(self, context: AttentionContext) -> None:
+    def check_every_layer_mixed(self, context: ForwardContext) -> None:
         """Raise RuntimeError if layers mixed tokens by other means in the forward that ``context`` was made for."""
         for mixer, num_layers in self.layers.items():
             if (calls := context.calls[mixer]) != num_layers:

@@ -23,7 +23,7 @@ from verl.utils.ulysses import gather_outputs_and_unpad
 from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterReplay
 from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
-from verl_pg_plugin.attention.cache import Place
+from verl_pg_plugin.attention.cache import CacheKey
 from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
 from verl_pg_plugin.engine.inputs import ModelInputs
@@ -34,7 +34,7 @@ from verl_pg_plugin.modalities import Modality
 
 ROUTES = "routed_experts"
 """verl's name of the (tokens, layers, experts of a token) of every sequence, in batches and among outputs."""
-RECORDED = Place(-1, ROUTES)
+RECORDED = CacheKey(-1, ROUTES)
 """Of tokens that one chunk of a split group computes and others read."""
 
 

@@ -77,7 +77,7 @@ class Sequences:
         numbers: dict[tuple[int, bytes], int] = {}
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
 
-    def lay_out(self, chunk: Chunk | None = None, first_label: int = 0, forward_only: bool = True) -> PackedLayout:
+    def build_layout(self, chunk: Chunk | None = None, first_label: int = 0, forward_only: bool = True) -> PackedLayout:
         """The packed tokens of one forward, see ``build_packed_layout``."""
         return build_packed_layout(
             self.tokens,
@@ -92,7 +92,7 @@ class Sequences:
             positions=self.positions,
         )
 
-    def lay_out_idle_prefill(self) -> PackedLayout:
+    def build_idle_prefill(self) -> PackedLayout:
         """One token that nobody reads, of the first sequence; all tokens of an image if it begins with one.
 
         For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all or none.

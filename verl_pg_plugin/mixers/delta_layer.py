@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.attention.cache import CacheAccess, Place, StateExchange
-from verl_pg_plugin.attention.context import AttentionContext
+from verl_pg_plugin.attention.cache import CacheAccess, CacheKey, StateExchange
+from verl_pg_plugin.attention.context import ForwardContext
 from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
 from verl_pg_plugin.attention.interface import WITHOUT_EFFECT
 from verl_pg_plugin.issue import SHARING_OFF
@@ -99,7 +99,7 @@ def convolve(
     ``convolution`` is the plain one, (B, D, L) -> (B, D, L), causal, with zeros before the first column.
     """
     if cache is not None:
-        x_TD, _ = cache.exchange_states(Place(layer, INPUTS), x.squeeze(0).transpose(0, 1), windows.tails)
+        x_TD, _ = cache.exchange_states(CacheKey(layer, INPUTS), x.squeeze(0).transpose(0, 1), windows.tails)
         x = x_TD[windows.num_read :].transpose(0, 1).unsqueeze(0)
     plain = convolution(x)
     # Viewed behind the convolution, so that this gradient comes first and gives its layout to the sum of both: with
@@ -229,12 +229,12 @@ def delta_rule_over(
     takes_any = "cu_seqlens" in inspect.signature(rule).parameters
     outs = []
     state = None
-    place = Place(layer, STATE)
+    key = CacheKey(layer, STATE)
     if cache is not None and depths.starts is not None:
         behind_cached = depths.starts.read
-        cached = cache.state(place._replace(position=behind_cached[0]))
+        cached = cache.state(key._replace(position=behind_cached[0]))
         zeros = cached.new_zeros(len(depths.depths[0].lengths) - len(behind_cached), *cached.shape[1:])
-        state, _ = cache.exchange_states(place, zeros.requires_grad_(torch.is_grad_enabled()), depths.starts)
+        state, _ = cache.exchange_states(key, zeros.requires_grad_(torch.is_grad_enabled()), depths.starts)
     for depth, part in zip(depths.depths, parts, strict=True):
         if depth.num_children is not None:
             state = _HandDown.apply(state, depth.num_children, len(depth.lengths))
@@ -246,7 +246,7 @@ def delta_rule_over(
         passes_on = depth is not depths.depths[-1] or depth.publish is not None
         out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
         if cache is not None and state is not None:
-            state, out = cache.exchange_states(place, state, depth.publish, beside=out)
+            state, out = cache.exchange_states(key, state, depth.publish, beside=out)
         lengths = (out.shape[1],) if takes_any else depth.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -264,7 +264,7 @@ class GatedDeltaLayer:
     def __init__(self, convolution: Any, rule: DeltaRule) -> None:
         self.convolution, self.rule = convolution or plain_convolution, rule
         # Of the forward that is running. Its caller holds it: a layer that did would keep what it caches.
-        self.context: Callable[[], AttentionContext | None] = lambda: None
+        self.context: Callable[[], ForwardContext | None] = lambda: None
         self.convolved = False
         self.layer = -1
 
@@ -324,7 +324,7 @@ class GatedDeltaLayer:
         out = F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, num_padding)).unsqueeze(0)
         return context.to_tokens(out), None
 
-    def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
+    def _packed(self, kwargs: dict[str, Any]) -> tuple[ForwardContext, int]:
         context = kwargs.pop("prefix_grouper", self.context())
         asked = {name for name, setting in kwargs.items() if setting is not None and setting is not False}
         if unsupported := sorted(asked - WITHOUT_EFFECT):
