@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, Key, batch_of, batches, cut_at_cost, lay_out, part_keys
@@ -20,8 +21,9 @@ from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.plan import VarlenCall
-from verl_pg_plugin.engine.activations import CheckpointRecord
+from verl_pg_plugin.engine.activations import CheckpointRecord, LayerCheckpoints, checkpoint_layer
 from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.planning.activation_level import Level
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits
 
 PROMPT = tuple(range(100, 112))
@@ -196,15 +198,16 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
     tensors = random_tensors(layout.num_tokens, 2, 2, 8, seed=0, dtype=torch.float32, sinks=True)
     context, options = PackedAttention(layout, kernel), AttentionOptions(0.3)
 
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        once = context.attend_packed(q.sin(), k.sin(), v, replace(options, sinks=sinks))
-        return context.attend_packed(once.cos(), k, v, options).sin()
+    def layer(q: Any, k: Any, v: Any, sinks: torch.Tensor, prefix_grouper: PackedAttention) -> torch.Tensor:
+        once = prefix_grouper.attend_packed(q.sin(), k.sin(), v, replace(options, sinks=sinks))
+        return prefix_grouper.attend_packed(once.cos(), k, v, options).sin()
 
     leaves = tensors.leaves()
-    expected = torch.autograd.grad(layer(*leaves).sum(), leaves)
+    expected = torch.autograd.grad(layer(*leaves, context).sum(), leaves)
     assert kernel.forward.call_count == 2
-    contexts = (lambda: (CheckpointRecord(None, lambda: None),) * 2) if keeps else noop_context_fn
-    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
+    checkpoints = LayerCheckpoints(Level.ATTENTION if keeps else Level.INPUTS, None)
+    context.checkpoint = checkpoints.run
+    out = checkpoint_layer(partial(layer, prefix_grouper=context), *leaves)
     for forwards in (4, 4) if keeps else (6, 8):
         found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
         assert kernel.forward.call_count == forwards
@@ -214,15 +217,16 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
 def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
     """The call in front would get the output of the one behind; torch's own check sees the sizes that it expects."""
     tensors = random_tensors(GROUP.layout().num_tokens, 2, 2, 8, seed=0, dtype=torch.float32)
-    context, calls = PackedAttention(GROUP.layout(), SDPA), iter(([1], [2, 1]))
+    record, calls = CheckpointRecord(None, lambda: None), iter(([1], [2, 1]))
+    context = PackedAttention(GROUP.layout(), SDPA).with_record(record)
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        record.start()
         for scale in next(calls):
             out = context.attend_packed(scale * q, k, v, AttentionOptions(0.3))
         return out.sin()
 
-    record = CheckpointRecord(None, lambda: None)
-    out = checkpoint(layer, *tensors.leaves(), use_reentrant=False, context_fn=lambda: (record, record))
+    out = checkpoint(layer, *tensors.leaves(), use_reentrant=False)
     with pytest.raises(RuntimeError, match="more often when it is recomputed"):
         out.sum().backward()
 

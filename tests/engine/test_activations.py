@@ -88,12 +88,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watched(engine: Any) -> LateCopier:
     """The copier of ``engine`` from here on."""
-    copier = engine.activations._copier = LateCopier()
+    copier = engine._copier = LateCopier()
     return copier
 
 
 def update_at(level: Level | str, engine: Any, batch: TensorDict, **options: Any) -> Result:
-    if engine.activations._copier is None:
+    if engine._copier is None:
         watched(engine)
     engine.options = replace(engine.options, activations=getattr(level, "value", level))
     return update(engine, batch, return_model_output=True, **options)

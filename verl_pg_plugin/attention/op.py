@@ -4,9 +4,9 @@ Gradients are summed in float32, in a fixed order, and rounded once. Where one c
 written once, and those through prefixes that are read in place are added.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,13 @@ class AttentionOptions:
         return problem._replace(softmax_scale=self.softmax_scale, window=window, softcap=self.softcap)
 
 
+class AttentionRecord(Protocol):
+    """What attention computed in a checkpointed layer, kept for its recomputation (``engine.activations``)."""
+
+    def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp of the next attention call: computed in the forward, read afterwards."""
+
+
 def attend(
     q_THD: Tensor,
     k_TGD: Tensor,
@@ -48,6 +55,7 @@ def attend(
     kernel: Kernel,
     options: AttentionOptions,
     cache: CacheAccess | None = None,
+    record: AttentionRecord | None = None,
 ) -> Tensor:
     """Causal attention of T packed tokens in which siblings never see each other.
 
@@ -55,6 +63,7 @@ def attend(
         v_TGD: may be narrower than keys, as in multi-head latent attention.
         plan: of their layout, made for the window of ``options``.
         cache: keys and values in front of the own ones, where the tokens are a chunk of a split group.
+        record: of the checkpointed layer that runs, where its activation level keeps what attention computed.
 
     Returns:
         (T, H, width of ``v_TGD``), dtype of ``q_THD``; float32 under autocast gives autocast's dtype.
@@ -69,21 +78,16 @@ def attend(
     if cache is not None:
         for key, x in zip(options.cache_keys, (k_TGD, v_TGD), strict=True):
             cache.publish_values(key, x)
-    return TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, plan, kernel, options, cache)[..., :width]
+    return TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, plan, kernel, options, cache, record)[..., :width]
 
 
 class TreeAttention(torch.autograd.Function):
-    """Arguments as of ``attend``; what it keeps are the output, and the log-sum-exp with the sinks.
-
-    Attributes:
-        tape: of the checkpointed layer that runs, where that keeps both (``engine.activations``).
-    """
-
-    tape: ClassVar[Any] = None
+    """Takes the arguments of ``attend``; saves the output, and the log-sum-exp with the sinks."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, own_k: Tensor, own_v: Tensor, sinks: Tensor | None, *given: Any) -> Tensor:
-        plan, kernel, options, cache = ctx.given = given
+        *ctx.given, record = given
+        plan, kernel, options, cache = ctx.given
 
         def compute() -> tuple[Tensor, Tensor]:
             k, v = _with_cached(options, cache, own_k, own_v)
@@ -95,8 +99,7 @@ class TreeAttention(torch.autograd.Function):
                 out, lse = (out * torch.exp(lse - with_sink).T[..., None]).to(out.dtype), with_sink
             return out, lse
 
-        # Where the activation level keeps it, a checkpoint that computes its layer again reads the first result.
-        out, lse = compute() if TreeAttention.tape is None else TreeAttention.tape.computed(compute)
+        out, lse = compute() if record is None else record.computed(compute)
         ctx.save_for_backward(q, own_k, own_v, sinks, out, lse)
         return out
 
@@ -141,7 +144,7 @@ class TreeAttention(torch.autograd.Function):
         if sinks is not None:
             probability_HT = torch.exp(sinks[:, None].to(lse.dtype) - lse)
             dsinks = -(probability_HT * (dout.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
-        return *found, dsinks, None, None, None, None
+        return *found, dsinks, None, None, None, None, None
 
 
 def _with_cached(options: AttentionOptions, cache: CacheAccess | None, *own: Tensor) -> Iterable[Tensor]:

@@ -26,12 +26,12 @@ from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues, steady_length
-from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
-from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
+from verl_pg_plugin.attention.cache import PrefixCache
+from verl_pg_plugin.engine.activations import LayerCheckpoints, PinnedCopier, checkpoint_layer, host_bytes, room_of_rank
 from verl_pg_plugin.engine.batch import SequenceSelector
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes
 from verl_pg_plugin.engine.heads import LogProbHead, install_head, read_request
-from verl_pg_plugin.engine.inputs import ModelInputs, make_inputs
+from verl_pg_plugin.engine.inputs import ModelInputs, make_context, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
@@ -118,7 +118,9 @@ class SharedPrefixEngine(FSDPEngine):
             if asked == "auto":
                 self._why_asked = "by the model's own checkpoints"
             self.options = replace(self.options, activations=Level.INPUTS.value)
-        self.activations = Activations(layers, None if get_device_name() == "cpu" else PinnedCopier())
+        for layer in layers:
+            layer._gradient_checkpointing_func = checkpoint_layer
+        self._copier = None if get_device_name() == "cpu" else PinnedCopier()
 
     def _finish_unsharded(self, module: nn.Module) -> None:
         """The last look at a model, adapters and all, before it is sharded."""
@@ -253,8 +255,8 @@ class SharedPrefixEngine(FSDPEngine):
         chosen = [planned.sequences[sample] for sample in samples]
         alone = self._compute_alone(batch, chosen) if chosen else None
         access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
-        inputs = self._inputs(planned.layout, sequences, batch.plan.shown, access)
-        self.activations.begin(planned.level)
+        checkpoint = None if planned.level is Level.ALL else LayerCheckpoints(planned.level, self._copier).run
+        inputs = self._inputs(planned.layout, sequences, batch.plan.shown, cache=access, checkpoint=checkpoint)
         loss, metrics = torch.ones((), device=self._device), {}  # filled: a copy of a number would wait for the device
         with self._autocast():
             outputs = self.compute(inputs, micro_batch, loss_function)
@@ -295,7 +297,7 @@ class SharedPrefixEngine(FSDPEngine):
             return
         first = planned.sequences[:1]  # the path is a prefix of a chunk's first sequence
         access = batch.cache.access(layout, publishes=True, prefill=True)
-        inputs = self._inputs(layout, batch.plan.sequences.select(first), batch.plan.shown, access)
+        inputs = self._inputs(layout, batch.plan.sequences.select(first), batch.plan.shown, cache=access)
         training = self.module.training
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         try:
@@ -311,8 +313,7 @@ class SharedPrefixEngine(FSDPEngine):
         layout = sequences.unshared().build_layout()
 
         def responses(noise: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Responses:
-            inputs = self._inputs(layout, sequences, batch.plan.shown)
-            inputs.context.perturb = noise
+            inputs = self._inputs(layout, sequences, batch.plan.shown, perturb=noise)
             with torch.no_grad(), self._autocast():
                 outputs = self.compute(inputs, micro_batch, batch.loss_function)
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
@@ -320,19 +321,12 @@ class SharedPrefixEngine(FSDPEngine):
         alone = responses()
         return alone, alone if self.options.verify_tolerance is not None else responses(rounding_noise())
 
-    def _inputs(
-        self, layout: Layout, sequences: Sequences, shown: frozenset[Kind], cache: CacheAccess | None = None
-    ) -> ModelInputs:
+    def _inputs(self, layout: Layout, sequences: Sequences, shown: frozenset[Kind], **of_context: Any) -> ModelInputs:
+        """Make the context of a forward and the model's inputs around it."""
+        context = make_context(layout, self.kernel, self._device, self.ulysses_parallel_group, **of_context)
+        multiple = self.pad_to_length_bucket if self.pad_to_length else 1
         return make_inputs(
-            layout,
-            sequences,
-            self.kernel,
-            self.modality,
-            self._device,
-            shown=shown,
-            token_multiple=self.pad_to_length_bucket if self.pad_to_length else 1,
-            sp_group=self.ulysses_parallel_group,
-            cache=cache,
+            context, layout, sequences, self.modality, self._device, shown=shown, token_multiple=multiple
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -355,12 +349,13 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
     ) -> tuple[list[str], torch.Tensor]:
         entropy = self.compute_entropy_from_logits
         request = read_request(micro_batch, inputs, loss_function, self.engine_config, entropy)
-        in_head = self.log_prob_head is not None and self.log_prob_head.take(request)
+        head = self.log_prob_head if self.log_prob_head and self.log_prob_head.takes(request) else None
         # transformers hands the keyword ``prefix_grouper`` through every layer, to ``attention.interface`` or
         # ``mixers.delta_layer``, which mix tokens in its place.
-        logits = self.module(**inputs.keywords, logits_to_keep=inputs.head_columns).logits
+        with nullcontext() if head is None else head.computing(request):
+            logits = self.module(**inputs.keywords, logits_to_keep=inputs.head_columns).logits
         found_NC = inputs.at_labels(logits)
-        if not in_head:
+        if head is None:
             return request.names, request.outputs(found_NC)
         if found_NC.shape[-1] != len(request.names):
             raise RuntimeError(

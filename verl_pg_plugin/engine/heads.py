@@ -6,7 +6,8 @@ of many response tokens and their gradient are larger than everything else, or b
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -132,18 +133,28 @@ class LogProbHead:
 
     def __init__(self, head: nn.Linear, chunk_size: int = 0, fused: FusedKernel | None = None) -> None:
         self.head, self.chunk_size, self.fused = head, chunk_size, fused
-        self.request: LogProbRequest | None = None  # of the next forward alone
+        self._request: LogProbRequest | None = None
         head.forward = self.forward
 
-    def take(self, request: LogProbRequest) -> bool:
-        """Let the next forward return the outputs of ``request`` in place of logits; False where it will not."""
-        self.request = request if self.fused or len(request.labels) > 2 * self.chunk_size else None
-        return self.request is not None
+    def takes(self, request: LogProbRequest) -> bool:
+        """Return whether the head computes a request, rather than logits from which others compute it."""
+        return self.fused is not None or len(request.labels) > 2 * self.chunk_size
+
+    @contextmanager
+    def computing(self, request: LogProbRequest) -> Iterator[None]:
+        """Within the block a forward of the model returns the outputs of ``request`` in place of logits.
+
+        transformers calls the head without keywords, so this block carries the request instead of the context.
+        """
+        self._request = request
+        try:
+            yield
+        finally:
+            self._request = None
 
     def forward(self, hidden_1NE: torch.Tensor) -> torch.Tensor:
         """(1, N, V) logits, or (1, N, len(names)) outputs of the request."""
-        request, self.request = self.request, None
-        if request is None:
+        if (request := self._request) is None:
             return F.linear(hidden_1NE, self.head.weight, self.head.bias)
         hidden_NE = hidden_1NE.squeeze(0)
         if self.fused is None:

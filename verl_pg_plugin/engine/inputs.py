@@ -1,5 +1,6 @@
 """What goes into one forward of the model, and values of its labels back onto verl's jagged positions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.attention.context import ForwardContext, PackedAttention, PaddedGroupsAttention
 from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
-from verl_pg_plugin.layout import IntArray, Layout, PaddedLayout, Sequences
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, PaddedLayout, Sequences
 from verl_pg_plugin.modalities import Kind, Modality
 
 
@@ -75,29 +76,46 @@ class ModelInputs:
         return values_CL.index_copy(1, index, x_NC.T.index_select(1, label))
 
 
+def make_context(
+    layout: Layout,
+    kernel: Kernel,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    cache: CacheAccess | None = None,
+    checkpoint: Callable[..., Any] | None = None,
+    perturb: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> ForwardContext:
+    """Make the context of one forward of a layout; ``group`` are the Ulysses ranks that share its tokens."""
+    if isinstance(layout, PackedLayout):
+        return PackedAttention(layout, kernel, cache, group, checkpoint, perturb)
+    from prefix_grouper import PrefixGrouper  # https://github.com/johncaged/PrefixGrouper, needed by this mode alone
+
+    grouper = PrefixGrouper(layout.group_info, device=device)
+    return PaddedGroupsAttention(grouper, kernel, checkpoint=checkpoint, perturb=perturb)
+
+
 def make_inputs(
+    context: ForwardContext,
     layout: Layout,
     sequences: Sequences,
-    kernel: Kernel,
     modality: Modality,
     device: torch.device,
     *,
     shown: frozenset[Kind],
     token_multiple: int = 1,
-    sp_group: dist.ProcessGroup | None = None,
-    cache: CacheAccess | None = None,
 ) -> ModelInputs:
-    """What this rank needs of a forward, sent to ``device`` without waiting for it.
+    """Send what this rank needs for a forward to ``device``, without waiting for it.
 
     Args:
-        layout: of ``sequences``, or of a prefix of the first.
+        layout: of ``sequences``, or of a prefix of the first; ``context`` was made for it.
         shown: kinds of images that the vision encoder runs on, even if no token here shows one.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
-        sp_group: Ulysses group whose ranks share the tokens.
     """
     if isinstance(layout, PaddedLayout):
-        return _padded_inputs(layout, sequences, kernel, device)
-    ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
+        return _padded_inputs(context, layout, sequences, device)
+    group = context.group
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     padding, content = modality.inputs(layout, sequences, shown)
     input_ids = np.append(layout.input_ids, np.array(padding, dtype=np.int64))
     num_tokens = len(input_ids)
@@ -119,7 +137,7 @@ def make_inputs(
         input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
     return ModelInputs(
         layout=layout,
-        context=PackedAttention(layout, kernel, cache, sp_group),
+        context=context,
         input_ids=to_device(input_ids[None], device),
         position_ids=to_device(position_ids[..., None, :], device),
         head_columns=to_device(columns, device),
@@ -127,7 +145,7 @@ def make_inputs(
         label_sequence=to_device(_sequence_of(label_index, sequences), device),
         label_index=to_device(label_index, device),
         num_own=num_own,
-        all_labels=to_device(layout.head_index, device) if sp_group else None,
+        all_labels=to_device(layout.head_index, device) if group else None,
         num_padding=num_tokens - layout.num_tokens,
         content={name: send(tensor, device) for name, tensor in (content or {}).items()},
     )
@@ -137,15 +155,14 @@ def _sequence_of(index: IntArray, sequences: Sequences) -> IntArray:
     return np.searchsorted(sequences.offsets, index, side="right") - 1
 
 
-def _padded_inputs(layout: PaddedLayout, sequences: Sequences, kernel: Kernel, device: torch.device) -> ModelInputs:
-    """With PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
-    from prefix_grouper import PrefixGrouper  # needed by this mode alone
-
+def _padded_inputs(
+    context: ForwardContext, layout: PaddedLayout, sequences: Sequences, device: torch.device
+) -> ModelInputs:
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
     head_columns, place = np.unique(column, return_inverse=True)
     return ModelInputs(
         layout=layout,
-        context=PaddedGroupsAttention(PrefixGrouper(layout.group_info, device=device), kernel),
+        context=context,
         input_ids=to_device(layout.input_ids, device),
         position_ids=to_device(layout.position_ids, device),
         head_columns=to_device(head_columns, device),
