@@ -1,6 +1,5 @@
 """What goes into one forward of the model, and values of its labels back onto verl's jagged positions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,18 +80,15 @@ def make_context(
     kernel: Kernel,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    *,
     cache: CacheAccess | None = None,
-    checkpoint: Callable[..., Any] | None = None,
-    perturb: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **of_layers: Any,
 ) -> ForwardContext:
-    """Make the context of one forward of a layout; ``group`` are the Ulysses ranks that share its tokens."""
+    """Make the context of one forward; ``of_layers`` are the ``checkpoint`` and the ``perturb`` of its layers."""
     if isinstance(layout, PackedLayout):
-        return PackedAttention(layout, kernel, cache, group, checkpoint, perturb)
+        return PackedAttention(layout, kernel, cache, group, **of_layers)
     from prefix_grouper import PrefixGrouper  # https://github.com/johncaged/PrefixGrouper, needed by this mode alone
 
-    grouper = PrefixGrouper(layout.group_info, device=device)
-    return PaddedGroupsAttention(grouper, kernel, checkpoint=checkpoint, perturb=perturb)
+    return PaddedGroupsAttention(PrefixGrouper(layout.group_info, device=device), kernel, **of_layers)
 
 
 def make_inputs(
@@ -101,7 +97,6 @@ def make_inputs(
     sequences: Sequences,
     modality: Modality,
     device: torch.device,
-    *,
     shown: frozenset[Kind],
     token_multiple: int = 1,
 ) -> ModelInputs:

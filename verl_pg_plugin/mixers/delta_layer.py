@@ -252,12 +252,18 @@ def delta_rule_over(
     return out if depths.back is None else gather_tokens(out, depths.back)
 
 
-class LayerCall:
+class _LayerCall:
     """One call of a Gated DeltaNet layer: the context and which layer runs. Not a dataclass, as the context."""
 
     def __init__(self, context: ForwardContext, layer_idx: int) -> None:
         self.context, self.layer_idx = context, layer_idx
         self.convolved = False
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any], layer_idx: int) -> "_LayerCall | None":
+        """Return the call that a layer's keywords describe; None for a forward that shares nothing."""
+        context = kwargs.get("prefix_grouper")
+        return None if context is None else cls(context, layer_idx)
 
 
 class GatedDeltaLayer:
@@ -268,7 +274,7 @@ class GatedDeltaLayer:
 
     def __init__(self, convolution: Any, rule: DeltaRule) -> None:
         self.convolution, self.rule = convolution or plain_convolution, rule
-        self.call: LayerCall | None = None
+        self.call: _LayerCall | None = None
 
     @torch.compiler.disable  # index maps differ in every micro-batch
     def convolve(
@@ -316,8 +322,8 @@ class GatedDeltaLayer:
         out = F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, num_padding)).unsqueeze(0)
         return context.to_tokens(out), None
 
-    def _packed(self, kwargs: dict[str, Any]) -> tuple[LayerCall, PackedLayout]:
-        call: LayerCall | None = kwargs.pop("prefix_grouper", self.call)
+    def _packed(self, kwargs: dict[str, Any]) -> tuple[_LayerCall, PackedLayout]:
+        call: _LayerCall | None = kwargs.pop("prefix_grouper", self.call)
         asked = {name for name, setting in kwargs.items() if setting is not None and setting is not False}
         if unsupported := sorted(asked - WITHOUT_EFFECT):
             raise RuntimeError(
@@ -341,16 +347,15 @@ def install(model: nn.Module) -> None:
                 _set_call_within(layer, ops, module.layer_idx)
             elif type(module).__name__.endswith("GatedDeltaNet"):  # the counter of layers sees one that is another
                 install_in_file(sys.modules[type(module).__module__])
-                _hand_call_to(module)
+                module.register_forward_pre_hook(_name_layer, with_kwargs=True)
 
 
 def _set_call_within(layer: nn.Module, ops: GatedDeltaLayer, layer_idx: int) -> None:
-    """Set the call of ``ops`` while a decoder layer runs, and in each recomputation, however that ends."""
+    """Set the call of ``ops`` while a decoder layer runs, however that ends."""
 
     @torch.compiler.disable
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        context = kwargs.get("prefix_grouper")
-        ops.call = None if context is None else LayerCall(context, layer_idx)
+        ops.call = _LayerCall.of(kwargs, layer_idx)
 
     @torch.compiler.disable
     def leave(*_: Any) -> None:
@@ -360,15 +365,10 @@ def _set_call_within(layer: nn.Module, ops: GatedDeltaLayer, layer_idx: int) -> 
     layer.register_forward_hook(leave, always_call=True)
 
 
-def _hand_call_to(module: nn.Module) -> None:
-    """Let a module pass a ``LayerCall`` to its functions in place of the context, which has no layer."""
-
-    @torch.compiler.disable
-    def name_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = kwargs.get("prefix_grouper")
-        return None if context is None else (args, {**kwargs, "prefix_grouper": LayerCall(context, module.layer_idx)})
-
-    module.register_forward_pre_hook(name_layer, with_kwargs=True)
+@torch.compiler.disable
+def _name_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before a module runs, put its call in place of the context, which has no layer."""
+    return args, {**kwargs, "prefix_grouper": _LayerCall.of(kwargs, module.layer_idx)}
 
 
 @functools.cache  # its functions are replaced once in a process

@@ -1,0 +1,133 @@
+"""Run one micro-batch: take its sequences, prefill what it reads, call the model and the loss, and go backward."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+
+from verl_pg_plugin.attention.cache import PrefixCache
+from verl_pg_plugin.attention.kernels import Kernel
+from verl_pg_plugin.engine.activations import LayerCheckpoints, PinnedCopier
+from verl_pg_plugin.engine.batch import SequenceSelector
+from verl_pg_plugin.engine.heads import ForwardOutputs
+from verl_pg_plugin.engine.inputs import ModelInputs, make_context, make_inputs
+from verl_pg_plugin.engine.metrics import MiniBatchCosts
+from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
+from verl_pg_plugin.engine.prepare import SharedModel
+from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
+from verl_pg_plugin.layout import Layout, Sequences
+from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.planning.activation_level import Level
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What the micro-batches of a mini-batch have in common, and how one forward of the model runs."""
+
+    module: nn.Module
+    forward_outputs: ForwardOutputs  # ``heads.language_model_outputs`` or ``heads.value_outputs``
+    shared_model: SharedModel
+    modality: Modality
+    kernel: Kernel
+    device: torch.device
+    dtype: torch.dtype  # of autocast
+    sp_group: dist.ProcessGroup | None  # Ulysses ranks that share the tokens
+    token_multiple: int  # tokens are padded to a multiple of it
+    plan: Plan
+    selector: SequenceSelector
+    costs: MiniBatchCosts
+    verifier: Verifier
+    loss_function: Callable | None
+    forward_only: bool
+    dp_group: dist.ProcessGroup | None  # for the loss
+    copier: PinnedCopier | None
+    backward: Callable[[torch.Tensor], None]
+    cache: PrefixCache = field(default_factory=PrefixCache)
+
+    def take(self, indices: list[int]) -> tuple[Sequences, TensorDict]:
+        """Return some sequences as numbers on the host, and verl's fields of them on the device."""
+        return self.plan.sequences.select(indices), self.selector.take(indices, self.device)
+
+    def inputs(self, layout: Layout, sequences: Sequences, **of_context: Any) -> ModelInputs:
+        """Make the context of a forward and the model's inputs around it; ``of_context`` as of ``make_context``."""
+        context = make_context(layout, self.kernel, self.device, self.sp_group, **of_context)
+        return make_inputs(context, layout, sequences, self.modality, self.device, self.plan.shown, self.token_multiple)
+
+    def compute(self, inputs: ModelInputs, fields: TensorDict) -> dict[str, torch.Tensor]:
+        """Return named outputs of every sequence, jagged (B, length) as verl's losses read them."""
+        names, outputs_NC = self.forward_outputs(self.module, inputs, fields, self.loss_function)
+        self.shared_model.check_every_layer_mixed(inputs.context)
+        values_CL, offsets = inputs.on_sequences(outputs_NC), fields["input_ids"].offsets()
+        return {name: torch.nested.nested_tensor_from_jagged(values_CL[i], offsets) for i, name in enumerate(names)}
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+
+def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, Any]:
+    """Run one micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
+    forward_only, costs = batch.forward_only, batch.costs
+    kind = "forward-only" if forward_only else "update"
+    sequences, fields = batch.take(planned.sequences)
+    # A chunk of an update takes from the cache what it computes itself; what it reads is there, or is prefilled.
+    # All forwards without gradient come first: FSDP2 expects a forward's backward to come next.
+    consumed = [] if forward_only else batch.cache.consume(planned.layout)
+    _prefill(batch, planned)
+    samples = batch.verifier.choose(planned, sequences, kind)
+    chosen = [planned.sequences[sample] for sample in samples]
+    alone = _compute_alone(batch, chosen) if chosen else None
+    access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
+    checkpoint = None if planned.level is Level.ALL else LayerCheckpoints(planned.level, batch.copier).run
+    inputs = batch.inputs(planned.layout, sequences, cache=access, checkpoint=checkpoint)
+    loss, metrics = torch.ones((), device=batch.device), {}  # filled: a copy of a number would wait for the device
+    with batch.autocast():
+        outputs = batch.compute(inputs, fields)
+        if batch.loss_function is not None:
+            loss, metrics = batch.loss_function(model_output=outputs, data=fields, dp_group=batch.dp_group)
+    if not forward_only:
+        batch.backward(loss)
+
+    outputs = {name: values.detach() for name, values in outputs.items()}
+    if alone is not None:
+        got = read_responses(outputs, samples, sequences.prompt_lengths)
+        costs.num_verified += len(samples)
+        max_error = batch.verifier.check(got, *alone, planned, samples, fields, kind)
+        costs.verify_max_error = max(costs.verify_max_error, max_error)
+    costs.num_padding += inputs.num_padding
+    return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
+
+
+def _prefill(batch: MiniBatch, planned: PlannedMicroBatch) -> None:
+    """Compute without gradient what a chunk reads and no earlier one has published, if there is any."""
+    if (layout := planned.prefill) is None:
+        return
+    sequences, fields = batch.take(planned.sequences[:1])  # the path is a prefix of a chunk's first sequence
+    access = batch.cache.access(layout, publishes=True, prefill=True)
+    inputs = batch.inputs(layout, sequences, cache=access)
+    training = batch.module.training
+    batch.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
+    try:
+        with torch.no_grad(), batch.autocast():
+            batch.compute(inputs, fields)
+    finally:
+        batch.module.train(training)
+
+
+def _compute_alone(batch: MiniBatch, chosen: list[int]) -> tuple[Responses, Responses]:
+    """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance."""
+    sequences, fields = batch.take(chosen)
+    layout = sequences.unshared().build_layout()
+
+    def responses(noise: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Responses:
+        inputs = batch.inputs(layout, sequences, perturb=noise)
+        with torch.no_grad(), batch.autocast():
+            outputs = batch.compute(inputs, fields)
+        return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
+
+    alone = responses()
+    return alone, alone if batch.verifier.options.verify_tolerance is not None else responses(rounding_noise())
