@@ -43,6 +43,14 @@ def test_gradients_through_chunks_are_those_of_the_whole_head(frozen: str | None
     assert head(hidden).shape == (1, 10, 11), "a request is for one block"
 
 
+def test_a_forward_that_fails_leaves_no_request() -> None:
+    head = torch.nn.Linear(6, 11)
+    request = LogProbRequest(torch.arange(10), 1.0, False, False, verl_F.entropy_from_logits)
+    with pytest.raises(ZeroDivisionError), LogProbHead(head, 3).computing(request):
+        raise ZeroDivisionError
+    assert head(torch.randn(1, 10, 6)).shape == (1, 10, 11)
+
+
 def test_it_steps_aside_with_a_warning_where_the_head_is_not_the_last_product(caplog: pytest.LogCaptureFixture) -> None:
     adapted = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Sequential(torch.nn.Linear(2, 3)))
     for model, why in (
