@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ForwardContext(ABC):
-    """What one forward hands to its layers; a checkpointed layer reads it again when it is recomputed.
+    """State of one forward that its layers read; a checkpointed layer reads it again when it is recomputed.
 
     Not a dataclass: torch 2.11 takes frozen dataclasses apart where compiled code hands them on, and would compile anew
     for every size of the tensors inside.
@@ -41,7 +41,7 @@ class ForwardContext(ABC):
         cache: access to the prefix KV cache; None outside of split groups.
         group: ranks that hold an equal slice of the tokens each, in their order; None where this rank has them all.
         checkpoint: runs a decoder layer under an activation checkpoint (``engine.activations``); None for none.
-        perturb: applied to what every layer that mixes tokens returns; verify mode measures rounding with it.
+        perturb: applied to the output of every layer that mixes tokens; verify mode measures rounding with it.
         record: of the checkpointed layer that this copy of the context was made for; None in the context of a model.
         calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.

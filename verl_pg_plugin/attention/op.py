@@ -41,7 +41,7 @@ class AttentionOptions:
 
 
 class AttentionRecord(Protocol):
-    """What attention computed in a checkpointed layer, kept for its recomputation (``engine.activations``)."""
+    """Outputs of attention in a checkpointed layer, kept for its recomputation (``engine.activations``)."""
 
     def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of the next attention call: computed in the forward, read afterwards."""
@@ -62,7 +62,7 @@ def attend(
     Args:
         v_TGD: may be narrower than keys, as in multi-head latent attention.
         plan: of their layout, made for the window of ``options``.
-        cache: keys and values in front of the own ones, where the tokens are a chunk of a split group.
+        cache: keys and values of earlier chunks, where the tokens are a chunk of a split group.
         record: of the checkpointed layer that runs, where its activation level keeps what attention computed.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What decoder layers keep for their backward and where that waits, a level for each micro-batch; what is free for it.
+"""Activation checkpoints of decoder layers, at a level for each micro-batch, and the memory that is free for them.
 
 Gradient checkpointing keeps a layer's inputs and, in the levels of attention, what the attention kernel computed; the
 rest runs once more in the backward. Levels ``on_host`` copy what is kept to pinned memory after the layer and bring it
@@ -97,7 +97,7 @@ class _Copy:
 
 
 class CheckpointRecord:
-    """What one call of a checkpointed layer keeps; autograd's graph holds it.
+    """Tensors that one call of a checkpointed layer keeps; autograd's graph holds the record.
 
     Attention's outputs are kept and the rest is recomputed: attention is the one part of a layer whose cost grows with
     the length of the sequences, and its output is small. One graph may have several recomputations.

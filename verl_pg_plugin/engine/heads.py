@@ -167,7 +167,7 @@ class LogProbHead:
 
 
 def value_outputs(module: nn.Module, inputs: ModelInputs, *_: Any) -> tuple[list[str], torch.Tensor]:
-    """Call a token classifier with one label: ``values`` of the tokens in front of responses."""
+    """Call a token classifier with one label: ``values`` at the tokens that predict responses."""
     values_GS1 = module(**inputs.keywords).logits
     return ["values"], inputs.at_labels(values_GS1.index_select(1, inputs.head_columns))
 
@@ -182,7 +182,7 @@ def language_model_outputs(
     config: Any,
     entropy: Callable[..., torch.Tensor],
 ) -> tuple[list[str], torch.Tensor]:
-    """Call a language model: ``log_probs``, ``entropy`` and what else the loss reads; arguments of ``read_request``.
+    """Call a language model: ``log_probs``, ``entropy`` and other outputs; for the arguments see ``read_request``.
 
     Without a ``head``, or where it leaves a request to the linear layer, all logits are held at once.
     """

@@ -1,4 +1,4 @@
-"""What goes into one forward of the model, and values of its labels back onto verl's jagged positions."""
+"""Context and inputs of one forward of the model, and its outputs back on verl's jagged positions."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -27,7 +27,7 @@ from verl_pg_plugin.planning.activation_level import Level
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What the micro-batches of a mini-batch have in common, and how one forward of the model runs."""
+    """Settings, plan and cache that all micro-batches of a mini-batch share, and the forward of the model."""
 
     module: nn.Module
     forward_outputs: ForwardOutputs  # ``heads.language_model_outputs`` or ``heads.value_outputs``
@@ -74,8 +74,8 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
     forward_only, costs = batch.forward_only, batch.costs
     kind = "forward-only" if forward_only else "update"
     sequences, fields = batch.take(planned.sequences)
-    # A chunk of an update takes from the cache what it computes itself; what it reads is there, or is prefilled.
-    # All forwards without gradient come first: FSDP2 expects a forward's backward to come next.
+    # A chunk of an update takes its own tokens off the cache. The tokens that it reads are cached, or prefilled here.
+    # Forwards without gradient run first: FSDP2 expects the backward right after its forward.
     consumed = [] if forward_only else batch.cache.consume(planned.layout)
     _prefill(batch, planned)
     samples = batch.verifier.choose(planned, sequences, kind)
@@ -84,7 +84,7 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
     access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
     checkpoint = None if planned.level is Level.ALL else LayerCheckpoints(planned.level, batch.copier).run
     inputs = batch.inputs(planned.layout, sequences, cache=access, checkpoint=checkpoint)
-    loss, metrics = torch.ones((), device=batch.device), {}  # filled: a copy of a number would wait for the device
+    loss, metrics = torch.ones((), device=batch.device), {}  # filled on the device: copying a number would block
     with batch.autocast():
         outputs = batch.compute(inputs, fields)
         if batch.loss_function is not None:
@@ -103,7 +103,7 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
 
 
 def _prefill(batch: MiniBatch, planned: PlannedMicroBatch) -> None:
-    """Compute without gradient what a chunk reads and no earlier one has published, if there is any."""
+    """Compute without gradient the tokens that a chunk reads and no earlier chunk has published, if any."""
     if (layout := planned.prefill) is None:
         return
     sequences, fields = batch.take(planned.sequences[:1])  # the path is a prefix of a chunk's first sequence
@@ -119,7 +119,7 @@ def _prefill(batch: MiniBatch, planned: PlannedMicroBatch) -> None:
 
 
 def _compute_alone(batch: MiniBatch, chosen: list[int]) -> tuple[Responses, Responses]:
-    """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance."""
+    """Compute samples with nothing shared, and again with rounding noise unless the tolerance is an option."""
     sequences, fields = batch.take(chosen)
     layout = sequences.unshared().build_layout()
 

@@ -253,17 +253,11 @@ def delta_rule_over(
 
 
 class _LayerCall:
-    """One call of a Gated DeltaNet layer: the context and which layer runs. Not a dataclass, as the context."""
+    """One call of a Gated DeltaNet layer: the context and which layer runs; no dataclass, as ``ForwardContext``."""
 
     def __init__(self, context: ForwardContext, layer_idx: int) -> None:
         self.context, self.layer_idx = context, layer_idx
         self.convolved = False
-
-    @classmethod
-    def of(cls, kwargs: dict[str, Any], layer_idx: int) -> "_LayerCall | None":
-        """Return the call that a layer's keywords describe; None for a forward that shares nothing."""
-        context = kwargs.get("prefix_grouper")
-        return None if context is None else cls(context, layer_idx)
 
 
 class GatedDeltaLayer:
@@ -355,7 +349,8 @@ def _set_call_within(layer: nn.Module, ops: GatedDeltaLayer, layer_idx: int) -> 
 
     @torch.compiler.disable
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ops.call = _LayerCall.of(kwargs, layer_idx)
+        context = kwargs.get("prefix_grouper")
+        ops.call = None if context is None else _LayerCall(context, layer_idx)
 
     @torch.compiler.disable
     def leave(*_: Any) -> None:
@@ -368,7 +363,8 @@ def _set_call_within(layer: nn.Module, ops: GatedDeltaLayer, layer_idx: int) -> 
 @torch.compiler.disable
 def _name_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a module runs, put its call in place of the context, which has no layer."""
-    return args, {**kwargs, "prefix_grouper": _LayerCall.of(kwargs, module.layer_idx)}
+    context = kwargs.get("prefix_grouper")
+    return None if context is None else (args, {**kwargs, "prefix_grouper": _LayerCall(context, module.layer_idx)})
 
 
 @functools.cache  # its functions are replaced once in a process
