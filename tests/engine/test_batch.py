@@ -13,7 +13,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from tests.support import actor_loss, full_gradients, group, jagged, update
-from verl_pg_plugin.engine.batch import SequenceSelector, limits_of, read_sequences
+from verl_pg_plugin.engine.batch import limits_of, read_sequences
+from verl_pg_plugin.engine.inputs import SequenceSelector
 from verl_pg_plugin.issue import BatchError
 
 SAMPLES = group(5, [3, 2, 4], 1)

@@ -24,9 +24,9 @@ from verl.workers.engine.utils import postprocess_batch_func
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues, steady_length
 from verl_pg_plugin.engine.activations import PinnedCopier, checkpoint_layer, host_bytes, room_of_rank
-from verl_pg_plugin.engine.batch import SequenceSelector
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes
 from verl_pg_plugin.engine.heads import ForwardOutputs, LogProbHead, install_head, language_model_outputs, value_outputs
+from verl_pg_plugin.engine.inputs import SequenceSelector
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
 from verl_pg_plugin.engine.micro_batch import MiniBatch, run_micro_batch
 from verl_pg_plugin.engine.plan import Plan, plan_mini_batch

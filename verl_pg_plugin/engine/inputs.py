@@ -1,4 +1,4 @@
-"""Context and inputs of one forward of the model, and its outputs back on verl's jagged positions."""
+"""Context, inputs and verl's fields for one forward of the model, and its outputs on verl's jagged positions."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import gather_outputs_and_unpad
 
 from verl_pg_plugin.attention.cache import CacheAccess
@@ -14,6 +16,41 @@ from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, PaddedLayout, Sequences
 from verl_pg_plugin.modalities import Kind, Modality
+
+
+class SequenceSelector:
+    """Selects sequences like ``tu.index_select_tensor_dict`` and sends them, without waiting for the device.
+
+    verl's function unbinds all sequences of a field at every call, which takes longer than planning them. Here every
+    jagged field is read once; what is not ragged in its second dimension is left to verl's. ``TensorDict.to`` copies
+    offsets from pageable memory, and so waits for the backward of the micro-batch before.
+    """
+
+    def __init__(self, data: TensorDict) -> None:
+        self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
+        data = data.exclude("position_ids", "multi_modal_inputs")  # which the layout has, and no loss reads
+        for name, x in data.items():
+            if isinstance(x, torch.Tensor) and x.is_nested and getattr(x, "_ragged_idx", 1) == 1:
+                self._jagged.setdefault(tuple(x.offsets().tolist()), {})[name] = x.values()
+        self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
+
+    def take(self, indices: list[int], device: torch.device) -> TensorDict:
+        """These sequences of the batch, in this order; fields of the same lengths have the same offsets."""
+        rest = tu.index_select_tensor_dict(self._rest, indices)
+        dense = {name: x for name, x in rest.items() if isinstance(x, torch.Tensor) and not x.is_nested}
+        selected = rest.exclude(*dense).to(device)
+        for name, x in dense.items():
+            selected[name] = send(x, device)
+        for bounds, fields in self._jagged.items():
+            spans = [slice(bounds[i], bounds[i + 1]) for i in indices]
+            lengths = [span.stop - span.start for span in spans]
+            offsets = send(torch.tensor([0, *lengths]).cumsum(0), device)
+            for name, values in fields.items():
+                chosen = send(torch.cat([values[span] for span in spans]), device)
+                selected[name] = torch.nested.nested_tensor_from_jagged(
+                    chosen, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+                )
+        return selected
 
 
 @dataclass(frozen=True, kw_only=True)

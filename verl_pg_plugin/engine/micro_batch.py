@@ -13,9 +13,8 @@ from torch import nn
 from verl_pg_plugin.attention.cache import PrefixCache
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.engine.activations import LayerCheckpoints, PinnedCopier
-from verl_pg_plugin.engine.batch import SequenceSelector
 from verl_pg_plugin.engine.heads import ForwardOutputs
-from verl_pg_plugin.engine.inputs import ModelInputs, make_context, make_inputs
+from verl_pg_plugin.engine.inputs import ModelInputs, SequenceSelector, make_context, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
 from verl_pg_plugin.engine.prepare import SharedModel
