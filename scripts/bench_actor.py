@@ -142,10 +142,10 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         get_torch_device().synchronize()
         seconds = time.perf_counter() - start
-    ours = hasattr(engine, "activations")
+    ours = hasattr(engine, "last_plan")
     unknown = math.nan if ours and phase == "sft" else 0.0  # ours has no metrics there
     rows = {name: output["metrics"].get(f"prefix_grouper/{name}", [unknown])[0] for name in ROW_METRICS}
-    level = engine.activations.level.value if update and ours else ""
+    level = engine.last_plan.micro_batches[-1].level.value if update and ours else ""
     return Timing(seconds, peak / 2**30, level, rows)
 
 

@@ -18,7 +18,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from tests.support import PRECISIONS, Result, run_engine
 from verl_pg_plugin.engine import verify
-from verl_pg_plugin.engine.engine import SharedPrefixEngine
+from verl_pg_plugin.engine.micro_batch import MiniBatch
 
 BF16 = PRECISIONS["bf16"]
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
@@ -88,7 +88,7 @@ def in_float64() -> Iterator[None]:
         for auto in auto_classes:
             stack.enter_context(patch.object(auto, "from_pretrained", partial(_load, auto, auto.from_pretrained)))
         stack.enter_context(patch.object(PrecisionType, "to_dtype", staticmethod(lambda precision: torch.float64)))
-        stack.enter_context(patch.object(SharedPrefixEngine, "_autocast", lambda engine: nullcontext()))
+        stack.enter_context(patch.object(MiniBatch, "autocast", lambda batch: nullcontext()))
         for of_dtype in (verify._ROUNDING_STEP, verify._LEAST_TOLERANCE):
             stack.enter_context(patch.dict(of_dtype, {torch.float64: of_dtype[torch.float32]}))
         yield

@@ -126,6 +126,17 @@ class _CompiledStock(FSDPEngineWithLMHead):
         return module
 
 
+def keep_last_plan(engine: Any) -> None:
+    """Let an engine of ours store each plan as ``last_plan``."""
+    plan = engine.plan
+
+    def store(*args: Any) -> Any:
+        engine.last_plan = plan(*args)
+        return engine.last_plan
+
+    engine.plan, engine.last_plan = store, None
+
+
 def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) -> Any:
     """verl's own class for the stock paths, ours for the others; same options."""
     on_gpu = get_device_name() == "cuda"
@@ -158,4 +169,6 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
         checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()
+    if not path.stock:
+        keep_last_plan(engine)
     return engine

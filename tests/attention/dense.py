@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.layout.tries import Batch, sequence_rows
-from verl_pg_plugin.attention import tree
+from verl_pg_plugin.attention import plan
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
@@ -48,7 +48,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, cuts: tuple[float, float], shortest: in
     limits = {"GATHERED_PER_TOKEN": gathered, "GATHERED_IN_BACKWARD": gathered / 2, "ALWAYS_GATHERED": 0}
     saving = {"SAVED_PER_TOKEN": saved, "SAVED_OVER_LIMIT": saved, "SHORTEST_IN_PLACE": shortest}
     for name, number in (limits | saving).items():
-        monkeypatch.setattr(tree, name, number)
+        monkeypatch.setattr(plan, name, number)
 
 
 class Outcome(NamedTuple):

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.layout.tries import batch_of
-from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, Place, PrefixCache, StateExchange
+from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, CacheKey, PrefixCache, StateExchange
 from verl_pg_plugin.layout import Chunk, PackedLayout
 
-KEYS = Place(0, "k")
+KEYS = CacheKey(0, "k")
 EXCHANGE = StateExchange.of(np.arange(0), publish=np.array([2]), published=np.array([[1]]), device="cpu")
 
 
@@ -45,13 +45,13 @@ def test_tokens_that_were_taken_hold_no_memory(kept: list[int]) -> None:
 def chunk(num_responses: int, first_label: int = 2, **place: int) -> PackedLayout:
     """Responses of one token to the prompt 1 2 3, of which the first two are cached or published."""
     batch = batch_of(*[((1, 2, 3), (10 + i,)) for i in range(num_responses)])
-    return batch.as_numbers.lay_out(Chunk(num_sequences=num_responses, **place), first_label)
+    return batch.as_numbers.build_layout(Chunk(num_sequences=num_responses, **place), first_label)
 
 
 def cached(dtype: torch.dtype) -> CachedTokens:
     found = CachedTokens(0, 2)
     for name in "kv":
-        found.put(Place(0, name), torch.zeros(2, 1, 1, dtype=dtype), has_gradient=True)
+        found.put(CacheKey(0, name), torch.zeros(2, 1, 1, dtype=dtype), has_gradient=True)
     found.put(OUTPUTS, torch.zeros(2, 1), has_gradient=True)
     return found
 
@@ -63,7 +63,7 @@ def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks_before_the_o
         own = access.settle(KEYS, torch.tensor([1 + 1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None])
         assert tokens.pending[KEYS].flatten().tolist() == [total * (1 + 1 / 512), total]
         assert own.flatten().tolist() == [5.0] * 3
-    assert not tokens.pending[Place(0, "v")].any()
+    assert not tokens.pending[CacheKey(0, "v")].any()
     owner = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[tokens])
     own = owner.settle(KEYS, torch.tensor([257.0, 1.0, 0.0, 0.0])[:, None, None])
     assert own.flatten().tolist() == [259 + 2 / 512, 3.0, 0.0, 0.0]
@@ -79,16 +79,16 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
     assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
     with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
         access.publish_values(KEYS, own)
-    access.exchange_states(Place(0, "state"), own, EXCHANGE)
+    access.exchange_states(CacheKey(0, "state"), own, EXCHANGE)
     with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
-        access.exchange_states(Place(0, "state"), own, EXCHANGE)
+        access.exchange_states(CacheKey(0, "state"), own, EXCHANGE)
 
 
 def test_gradients_of_a_state_are_rounded_once_and_one_that_is_missing_in_an_update_is_an_error() -> None:
     access = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[cached(torch.float32)])
-    access.consumed[0].pending[Place(0, "state", 2)] = torch.tensor([[257.0]])  # between two numbers of bfloat16
+    access.consumed[0].pending[CacheKey(0, "state", 2)] = torch.tensor([[257.0]])  # between two numbers of bfloat16
     own = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    found, _ = access.exchange_states(Place(0, "state"), own, EXCHANGE)
+    found, _ = access.exchange_states(CacheKey(0, "state"), own, EXCHANGE)
     assert torch.autograd.grad(found.sum(), own, retain_graph=True)[0].flatten().tolist() == [1.0, 258.0]
     with pytest.raises(KeyError, match="name='state', position=2"):
         found.sum().backward()

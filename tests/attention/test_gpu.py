@@ -8,7 +8,7 @@ import torch
 
 from tests.attention.dense import Outcome, Tensors, assert_equal, cut, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, batch_of, sequence_rows
-from verl_pg_plugin.attention import tree
+from verl_pg_plugin.attention import plan
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, load_passes, select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
@@ -111,7 +111,7 @@ CUTS = {"as told": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
 @pytest.mark.parametrize("heads_first", [False, True], ids=["as they are", "heads first"])
 @every_kernel
 def test_gradients_are_as_exact_however_problems_are_cut(name, heads_first, cuts, monkeypatch) -> None:
-    cut(monkeypatch, cuts, shortest=tree.SHORTEST_IN_PLACE)
+    cut(monkeypatch, cuts, shortest=plan.SHORTEST_IN_PLACE)
     packed = check(name, SHORT, heads_first=heads_first)
     assert all(x.transpose(0, 1).is_contiguous() == heads_first for x in (packed.dq, packed.dk, packed.dv))
 

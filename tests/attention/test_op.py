@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, Key, batch_of, batches, cut_at_cost, lay_out, part_keys
@@ -19,9 +20,10 @@ from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.attention.passes import Varlen
-from verl_pg_plugin.attention.tree import Piece
-from verl_pg_plugin.engine.activations import Tape
+from verl_pg_plugin.attention.plan import VarlenCall
+from verl_pg_plugin.engine.activations import CheckpointRecord, LayerCheckpoints, checkpoint_layer
 from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.planning.activation_level import Level
 from verl_pg_plugin.planning.activation_policy import CacheWeights
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
@@ -141,19 +143,19 @@ def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window
         assert sum(keys for keys, _ in calls) == len(LAYOUT.kv_index) > 10 * LAYOUT.num_tokens
 
 
-def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, (4, 1e9))
-    gathered, gather = [], Piece.read
+    gathered, gather = [], VarlenCall.read
 
-    def gather_alone(piece: Piece, *tensors: torch.Tensor) -> Any:
+    def gather_alone(call: VarlenCall, *tensors: torch.Tensor) -> Any:
         assert [of for of in gathered if of() is not None] == []
-        return gather(piece, *tensors)
+        return gather(call, *tensors)
 
     def backward(*given: Any) -> None:
         gathered.extend(map(weakref.ref, given[1:-1]))
         SDPA.backward(*given)
 
-    monkeypatch.setattr(Piece, "read", gather_alone)
+    monkeypatch.setattr(VarlenCall, "read", gather_alone)
     packed_outcome(BF16, LAYOUT, kernel=replace(SDPA, backward=backward))
     assert len(gathered) > 2 * 8
 
@@ -181,7 +183,7 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(cu
     assert all(x.transpose(0, 1).is_contiguous() for x in (actual.dq, actual.dk, actual.dv))
 
 
-def test_gradients_of_many_pieces_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_many_calls_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of rounded sums lose a bit for every doubling of the group."""
     expected, errors = packed_outcome(BF16.to(torch.float64), LAYOUT), []
     for cuts in ((4, 3), (0.5, 1e9)):
@@ -197,15 +199,16 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
     tensors = random_tensors(layout.num_tokens, 2, 2, 8, seed=0, dtype=torch.float32, sinks=True)
     context, options = PackedAttention(layout, kernel), AttentionOptions(0.3)
 
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        once = context.attend_packed(q.sin(), k.sin(), v, replace(options, sinks=sinks))
-        return context.attend_packed(once.cos(), k, v, options).sin()
+    def layer(q: Any, k: Any, v: Any, sinks: torch.Tensor, prefix_grouper: PackedAttention) -> torch.Tensor:
+        once = prefix_grouper.attend_packed(q.sin(), k.sin(), v, replace(options, sinks=sinks))
+        return prefix_grouper.attend_packed(once.cos(), k, v, options).sin()
 
     leaves = tensors.leaves()
-    expected = torch.autograd.grad(layer(*leaves).sum(), leaves)
+    expected = torch.autograd.grad(layer(*leaves, context).sum(), leaves)
     assert kernel.forward.call_count == 2
-    contexts = (lambda: (Tape(None, lambda: None),) * 2) if keeps else noop_context_fn
-    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
+    checkpoints = LayerCheckpoints(Level.ATTENTION if keeps else Level.INPUTS, None)
+    context.checkpoint = checkpoints.run
+    out = checkpoint_layer(partial(layer, prefix_grouper=context), *leaves)
     for forwards in (4, 4) if keeps else (6, 8):
         found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
         assert kernel.forward.call_count == forwards
@@ -215,15 +218,16 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
 def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
     """The call in front would get the output of the one behind; torch's own check sees the sizes that it expects."""
     tensors = random_tensors(GROUP.layout().num_tokens, 2, 2, 8, seed=0, dtype=torch.float32)
-    context, calls = PackedAttention(GROUP.layout(), SDPA), iter(([1], [2, 1]))
+    record, calls = CheckpointRecord(None, lambda: None), iter(([1], [2, 1]))
+    context = PackedAttention(GROUP.layout(), SDPA).with_record(record)
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        record.start()
         for scale in next(calls):
             out = context.attend_packed(scale * q, k, v, AttentionOptions(0.3))
         return out.sin()
 
-    tape = Tape(None, lambda: None)
-    out = checkpoint(layer, *tensors.leaves(), use_reentrant=False, context_fn=lambda: (tape, tape))
+    out = checkpoint(layer, *tensors.leaves(), use_reentrant=False)
     with pytest.raises(RuntimeError, match="more often when it is recomputed"):
         out.sum().backward()
 

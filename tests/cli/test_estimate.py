@@ -57,7 +57,7 @@ def tokens_of(out: str) -> tuple[int, int]:
 def test_counts_of_lengths_are_those_of_the_packed_layout(estimate: Estimate, model: str) -> None:
     prompt, responses = np.arange(64), np.arange(100, 108)
     tokens = np.concatenate([np.append(prompt, np.full(16, response)) for response in responses])
-    layout = Sequences(tokens, np.arange(0, 8 * 80 + 1, 80), np.full(8, 64)).lay_out()
+    layout = Sequences(tokens, np.arange(0, 8 * 80 + 1, 80), np.full(8, 64)).build_layout()
     flops = ModelFlops.of(text_skeleton(AutoConfig.from_pretrained(model)))
     total, computed = flops.alone(np.full(8, 80)).sum(), flops.forward([layout])
     out = estimate(LENGTHS)

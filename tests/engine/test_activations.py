@@ -77,7 +77,7 @@ def _once(copy: Callable[[], Any]) -> SimpleNamespace:
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the device that was let go of is overwritten: what still reads it reads NaN."""
-    leave = activations.Tape.leave_device
+    leave = activations.CheckpointRecord.leave_device
 
     def leave_nothing(call: Any) -> None:
         left = [copy.x for copy in call._copies]
@@ -85,17 +85,17 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         for x in left:
             x.fill_(torch.nan)
 
-    monkeypatch.setattr(activations.Tape, "leave_device", leave_nothing)
+    monkeypatch.setattr(activations.CheckpointRecord, "leave_device", leave_nothing)
 
 
 def watched(engine: Any) -> LateCopier:
     """The copier of ``engine`` from here on."""
-    copier = engine.activations._copier = LateCopier()
+    copier = engine._copier = LateCopier()
     return copier
 
 
 def update_at(level: Level | str, engine: Any, batch: TensorDict, **options: Any) -> Result:
-    if engine.activations._copier is None:
+    if engine._copier is None:
         watched(engine)
     engine.options = replace(engine.options, activations=getattr(level, "value", level))
     return update(engine, batch, return_model_output=True, **options)
@@ -277,13 +277,13 @@ def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
 def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, level: Level, monkeypatch) -> None:
     engine = make_engine(qwen3)
     calls = []
-    begin = activations.Tape.__init__
+    begin = activations.CheckpointRecord.__init__
 
     def remember(call: Any, *args: Any) -> None:
         begin(call, *args)
         calls.append(weakref.ref(call))
 
-    monkeypatch.setattr(activations.Tape, "__init__", remember)
+    monkeypatch.setattr(activations.CheckpointRecord, "__init__", remember)
     gc.disable()
     try:
         update_at(level, engine, make_batch(SAMPLES))

@@ -13,7 +13,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from tests.support import actor_loss, full_gradients, group, jagged, update
-from verl_pg_plugin.engine.batch import SequenceSelector, limits_of, read_sequences
+from verl_pg_plugin.engine.batch import limits_of, read_sequences
+from verl_pg_plugin.engine.inputs import SequenceSelector
 from verl_pg_plugin.issue import BatchError
 
 SAMPLES = group(5, [3, 2, 4], 1)
@@ -26,7 +27,7 @@ def test_temperatures_that_differ_in_the_last_bit_share_no_row() -> None:
     assert sequences.classes is not None
     assert sequences.classes.tolist() == [0, 1, 0]
     assert sequences.select([1, 2]).classes.tolist() == [1, 0]
-    layout = sequences.lay_out()
+    layout = sequences.build_layout()
     assert layout.num_tokens == 2 * 4 + sum(len(sample.response) for sample in SAMPLES)
     assert (layout.segment_start == 0).sum() == 2
 
@@ -154,7 +155,7 @@ def mini_batch() -> TensorDict:
 
 
 def select(batch: TensorDict, device: Any) -> TensorDict:
-    return SequenceSelector(batch).select(CHOSEN, torch.device(device))
+    return SequenceSelector(batch).take(CHOSEN, torch.device(device))
 
 
 def assert_chosen(found: TensorDict, batch: TensorDict) -> None:

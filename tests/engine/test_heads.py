@@ -37,10 +37,18 @@ def test_gradients_through_chunks_are_those_of_the_whole_head(frozen: str | None
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
     whole = request.outputs(torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(0))
     expected = torch.autograd.grad(whole.square().sum(), wanted)
-    assert LogProbHead(head, 3).take(request)
-    found = torch.autograd.grad(head(hidden).square().sum(), wanted)
+    with LogProbHead(head, 3).computing(request):
+        found = torch.autograd.grad(head(hidden).square().sum(), wanted)
     torch.testing.assert_close(found, expected)
-    assert head(hidden).shape == (1, 10, 11), "a request is for one forward"
+    assert head(hidden).shape == (1, 10, 11), "a request is for one block"
+
+
+def test_a_forward_that_fails_leaves_no_request() -> None:
+    head = torch.nn.Linear(6, 11)
+    request = LogProbRequest(torch.arange(10), 1.0, False, False, verl_F.entropy_from_logits)
+    with pytest.raises(ZeroDivisionError), LogProbHead(head, 3).computing(request):
+        raise ZeroDivisionError
+    assert head(torch.randn(1, 10, 6)).shape == (1, 10, 11)
 
 
 def test_it_steps_aside_with_a_warning_where_the_head_is_not_the_last_product(caplog: pytest.LogCaptureFixture) -> None:
@@ -63,8 +71,8 @@ def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
     assert whole.dtype == torch.float32
     assert replace(request, temperature=0.0).outputs(logits).isfinite().all(), "greedy"
     expected = torch.autograd.grad(whole.sum(), parameters)
-    assert LogProbHead(head, 1).take(request)
-    found = torch.autograd.grad(head(hidden).sum(), parameters)
+    with LogProbHead(head, 1).computing(request):
+        found = torch.autograd.grad(head(hidden).sum(), parameters)
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == torch.bfloat16
         assert (got.float() - want.float()).abs().max() <= want.float().abs().max() * 2**-7, "one step of bf16"
@@ -78,8 +86,8 @@ def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
         return verl_F.entropy_from_logits(logits)
 
     head = torch.nn.Linear(4, 11)
-    assert LogProbHead(head, 2).take(LogProbRequest(torch.arange(6), 1.0, True, False, entropy))
-    with torch.autocast("cpu", torch.bfloat16):
+    request = LogProbRequest(torch.arange(6), 1.0, True, False, entropy)
+    with LogProbHead(head, 2).computing(request), torch.autocast("cpu", torch.bfloat16):
         outputs = head(torch.randn(1, 6, 4))
     outputs.sum().backward()
     assert seen == [torch.bfloat16] * 6, "three chunks, there and back"

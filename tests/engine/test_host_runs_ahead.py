@@ -20,7 +20,7 @@ from tests.engine.test_exactness import MIXED
 from tests.support import make_engine, run_engine
 from verl_pg_plugin.attention import passes
 from verl_pg_plugin.engine import batch
-from verl_pg_plugin.engine.engine import SharedPrefixEngine
+from verl_pg_plugin.engine import engine as engine_module
 
 READS = ("tolist", "cpu", "numpy")  # item, bool and int go through _local_scalar_dense
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten::equal")
@@ -51,7 +51,7 @@ class Waits(TorchDispatchMode):
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     """Watches every micro-batch from the selection of its sequences on, its backward included."""
-    watching, run = Waits(), SharedPrefixEngine._run
+    watching, run = Waits(), engine_module.run_micro_batch
 
     def noting(method: Callable) -> Callable:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
         with watching, patch.multiple(torch.Tensor, **reads):
             return run(*args, **kwargs)
 
-    monkeypatch.setattr(SharedPrefixEngine, "_run", watched)
+    monkeypatch.setattr(engine_module, "run_micro_batch", watched)
     return watching
 
 

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def told_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int = 1) -> dict[str, Any]:
     """Of these micro-batches and what they cost on each rank, where so many ranks share a sequence."""
     micro_batches = [
-        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.INPUTS_ON_HOST, True, True)
+        PlannedMicroBatch(members, SEQUENCES.select(members).build_layout(), None, Level.INPUTS_ON_HOST, True, True)
         for members in map(list, indices)
     ]
     levels = Levels(sizes=SimpleNamespace(held=lambda level: 2**28))  # bytes of each of four tokens

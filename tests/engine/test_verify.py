@@ -20,6 +20,7 @@ from tests.support import check_exact, critic_batch, group, infer, jagged, make_
 from verl_pg_plugin.config import PrefixGrouperOptions
 from verl_pg_plugin.engine import verify as verify_module
 from verl_pg_plugin.engine.batch import read_sequences
+from verl_pg_plugin.engine.micro_batch import MiniBatch
 from verl_pg_plugin.engine.verify import MismatchError, Tolerance, Verifier, compare, relative_errors
 from verl_pg_plugin.layout import PackedLayout
 
@@ -58,12 +59,19 @@ FAULTS = {fault.__name__: fault for fault in (wrong_key, position_off_by_one, wr
 
 def break_layouts(engine: Any, fault: Callable[[PackedLayout], PackedLayout] = wrong_key) -> Any:
     """The engine with ``fault`` in every layout that shares tokens, as a bug would put it there."""
-    inputs = engine._inputs
+    mini_batch = engine._mini_batch
 
-    def broken(layout: PackedLayout, *args: Any, **kwargs: Any) -> Any:
-        return inputs(fault(layout) if layout.shares_tokens else layout, *args, **kwargs)
+    def broken(*args: Any) -> MiniBatch:
+        batch = mini_batch(*args)
+        inputs = batch.inputs
 
-    engine._inputs = broken
+        def of_fault(layout: PackedLayout, *args: Any, **kwargs: Any) -> Any:
+            return inputs(fault(layout) if layout.shares_tokens else layout, *args, **kwargs)
+
+        vars(batch)["inputs"] = of_fault
+        return batch
+
+    engine._mini_batch = broken
     return engine
 
 

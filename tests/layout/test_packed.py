@@ -59,7 +59,7 @@ def test_images_stay_whole_nothing_else_is_shared_less_and_tokens_know_where_the
 def test_a_rank_without_a_prefill_runs_one_token_or_image_that_nobody_reads(parts: list[int], computed: int) -> None:
     keys, offsets, inside = laid_out([parts, [0, 1]])
     sequences = Sequences(keys, offsets, np.ones(2, dtype=np.int64), inside=inside if inside.any() else None)
-    idle, own = sequences.lay_out_idle_prefill(), list(range(computed))
+    idle, own = sequences.build_idle_prefill(), list(range(computed))
     assert (idle.input_ids.tolist(), idle.labels.tolist()) == (keys[own].tolist(), keys[1:][own].tolist())
     assert (idle.position_ids.tolist(), idle.kv_index.tolist(), idle.num_cached, idle.is_chunk) == (own, own, 0, False)
     assert idle.num_logical_tokens == offsets[1]
@@ -257,12 +257,12 @@ FIRST = Chunk(num_sequences=4, num_read_next=19)
 
 @pytest.mark.parametrize("wrong", [{"num_read_next": 25}, {"num_cached": 10}, {"num_cached": 31, "num_read_next": 0}])
 def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
-    layout = GROUP.as_numbers.lay_out(FIRST, first_label=19)
+    layout = GROUP.as_numbers.build_layout(FIRST, first_label=19)
     assert (layout.num_tokens, layout.head_index.min()) == (31, 19), "a published prompt runs no head"
-    prefill = GROUP.as_numbers.lay_out(Chunk(num_sequences=4, num_cached=19), 19, forward_only=False).prefill
+    prefill = GROUP.as_numbers.build_layout(Chunk(num_sequences=4, num_cached=19), 19, forward_only=False).prefill
     assert (prefill.num_tokens, len(prefill.head_index)) == (19, 0), "nor does a prefilled one"
     with pytest.raises(ValueError, match="is no chunk"):
-        GROUP.as_numbers.lay_out(replace(FIRST, **wrong), first_label=19)
+        GROUP.as_numbers.build_layout(replace(FIRST, **wrong), first_label=19)
 
 
 @given(batches(with_classes=True))

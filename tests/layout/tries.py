@@ -48,7 +48,7 @@ class Batch:
         return Sequences(self.tokens, self.offsets, np.array(self.prompt_lengths), classes)
 
     def layout(self) -> PackedLayout:
-        return self.as_numbers.lay_out()
+        return self.as_numbers.build_layout()
 
     def order(self) -> PrefixOrder:
         return self.as_numbers.order()
@@ -175,7 +175,7 @@ def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[L
     """Layouts of all chunks of a split group, in forward order, or of one ordinary micro-batch that computes tokens."""
     if not any(part.num_tokens for part in group):
         return []
-    layouts = micro_batches.lay_out(group, batch.as_numbers, forward_only)
+    layouts = micro_batches.build_layouts(group, batch.as_numbers, forward_only)
     mine = [batch.take(part.sequences) for part in group]
     keys = [part_keys(own, num_of_group(part)) for part, own in zip(group, mine, strict=True)]
     return [LaidOut(*laid_out) for laid_out in zip(group, mine, layouts, keys, strict=True)]

@@ -146,7 +146,7 @@ def test_images_that_differ_in_anything_are_not_shared(path: str, name: str) -> 
     """In positions too: Qwen2.5-VL's say at which speed a video is shown."""
     batch, modality = image_batch(path, TURNS[:2]), Images.of(config_of("qwen3_vl"))
     first, second = (len(turn.tokens) - 1 for turn in TURNS[:2])
-    assert read_sequences(batch, modality).lay_out().num_tokens == first + 1
+    assert read_sequences(batch, modality).build_layout().num_tokens == first + 1
     if name == "positions":
         start = batch["position_ids"].offsets()[1]
         batch["position_ids"].values()[1, start + 6 : start + 28] += 1
@@ -157,4 +157,4 @@ def test_images_that_differ_in_anything_are_not_shared(path: str, name: str) -> 
         with_inputs(1, lambda given: {names[n]: given[n] for n in names})(batch)
     else:
         with_inputs(1, lambda given: {**given, "pixel_values": DIFFERENT[name](given["pixel_values"])})(batch)
-    assert read_sequences(batch, modality).lay_out().num_tokens == first + second - len(SYSTEM)
+    assert read_sequences(batch, modality).build_layout().num_tokens == first + second - len(SYSTEM)

@@ -83,7 +83,7 @@ def pad(samples: Sequence[Sample], side: str) -> tuple[torch.Tensor, torch.Tenso
     return input_ids, mask
 
 
-LAYOUT = read_sequences(make_batch(SAMPLES)).lay_out()
+LAYOUT = read_sequences(make_batch(SAMPLES)).build_layout()
 
 
 def unpack(logits_1TV: torch.Tensor) -> list[torch.Tensor]:

@@ -168,7 +168,7 @@ def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(batch: Batc
     order, ones = batch.order(), np.ones(len(batch.sequences), dtype=np.int64)
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(ones) - 1), min_size=1))))
     alone = batch.take(order.sequences[chosen]).order()
-    labels, together = np.minimum(1, alone.num_new), order.select(chosen)
+    labels, together = np.minimum(1, alone.num_new), order.subset(chosen)
     cost = price(together.num_shared, together.num_new, np.minimum(1, together.num_new)).sum()
     assert cost == pytest.approx(price(alone.num_shared, alone.num_new, labels).sum())
     assert together.num_new.sum() == alone.num_new.sum()

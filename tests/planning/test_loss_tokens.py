@@ -40,7 +40,7 @@ def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
         assert sorted(np.concatenate(plan)) == [*range(64)]
         assert all(has_loss[sequences].any() for sequences in plan)
         places = [np.flatnonzero(np.isin(order.sequences, sequences)) for sequences in plan]
-        assert max(order.select(of).num_new.sum() for of in places) <= 9 * most / 8
+        assert max(order.subset(of).num_new.sum() for of in places) <= 9 * most / 8
 
 
 def test_a_masked_group_that_does_not_fit_beside_the_others_makes_these_more() -> None:

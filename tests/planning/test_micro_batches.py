@@ -22,7 +22,7 @@ from tests.support import num_calls
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.planning import micro_batches as planner
 from verl_pg_plugin.planning.activation_policy import CacheWeights
-from verl_pg_plugin.planning.micro_batches import MicroBatch, MicroBatchLimits, cut_micro_batches, lay_out
+from verl_pg_plugin.planning.micro_batches import MicroBatch, MicroBatchLimits, build_layouts, cut_micro_batches
 
 Plan = list[list[MicroBatch]]
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10, with_classes=True))
@@ -248,7 +248,7 @@ def test_each_position_at_which_sequences_of_a_chunk_part_from_the_cached_path_t
     most = 0
     for max_tokens in range(70, 110):
         plan = cut_at_cost(batch.order(), MicroBatchLimits(max_tokens), weights)
-        layouts = [layout for group in plan for layout in lay_out(group, batch.as_numbers, forward_only=True)]
+        layouts = [layout for group in plan for layout in build_layouts(group, batch.as_numbers, forward_only=True)]
         for part, layout in zip(parts_of(plan), layouts, strict=True):
             published = part.chunk and part.chunk.num_read_next > part.chunk.num_kept
             assert part.num_tokens + 8 * (len(layout.resumed_at) + bool(published)) <= max_tokens

@@ -20,7 +20,7 @@ from verl_pg_plugin.layout import IntArray, Layout, PackedLayout
 from verl_pg_plugin.transfer import to_device
 
 
-class Place(NamedTuple):
+class CacheKey(NamedTuple):
     """A layer and what of it; of a recurrent layer's states also the position of the first token that reads it."""
 
     layer: int
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     position: int | None = None
 
 
-OUTPUTS = Place(-1, "outputs")
+OUTPUTS = CacheKey(-1, "outputs")
 """Of the LM head: zero at tokens that publish none."""
 
 
@@ -38,20 +38,20 @@ class CachedTokens:
 
     start: int
     stop: int
-    # (tokens, ...) of each place; keys with the rotary embedding applied, outputs (tokens, C). Of a place with a
+    # (tokens, ...) of each key; keys with the rotary embedding applied, outputs (tokens, C). Of a key with a
     # position, what a recurrent layer holds in front of it.
-    values: dict[Place, Tensor] = field(default_factory=dict)
+    values: dict[CacheKey, Tensor] = field(default_factory=dict)
     # Sums of their gradients over the chunks that have run, float32 or wider; empty where nothing has a gradient, and
     # once their owner has taken them.
-    pending: dict[Place, Tensor] = field(default_factory=dict)
+    pending: dict[CacheKey, Tensor] = field(default_factory=dict)
 
-    def put(self, place: Place, value: Tensor, has_gradient: bool) -> None:
-        """Raises RuntimeError if the place is taken: two layers have one number."""
-        if place in self.values:
-            raise RuntimeError(f"two layers call themselves layer_idx {place.layer}: set ++prefix_grouper.carry=never")
-        self.values[place] = value
+    def put(self, key: CacheKey, value: Tensor, has_gradient: bool) -> None:
+        """Raises RuntimeError if the key is taken: two layers have one number."""
+        if key in self.values:
+            raise RuntimeError(f"two layers call themselves layer_idx {key.layer}: set ++prefix_grouper.carry=never")
+        self.values[key] = value
         if has_gradient:
-            self.pending[place] = torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
+            self.pending[key] = torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
 
     def split(self, at: int) -> tuple[CachedTokens, CachedTokens]:
         """The tokens before and from ``at`` on.
@@ -61,16 +61,16 @@ class CachedTokens:
         """
         before, after = CachedTokens(self.start, at), CachedTokens(at, self.stop)
         num_before, held = at - self.start, (*self.values.items(), *self.pending.items())
-        of_tokens = [x for place, x in held if place.position is None]
+        of_tokens = [x for key, x in held if key.position is None]
         copy = 2 * num_before * sum(x[0].nbytes for x in of_tokens) <= _bytes(of_tokens)
         parts = (self.values, before.values, after.values), (self.pending, before.pending, after.pending)
         for tensors, first, last in parts:
-            for place, x in tensors.items():
-                if place.position is not None:
-                    (first if place.position <= at else last)[place] = x
+            for key, x in tensors.items():
+                if key.position is not None:
+                    (first if key.position <= at else last)[key] = x
                     continue
-                first[place] = x[:num_before].clone() if copy else x[:num_before]
-                last[place] = x[num_before:]
+                first[key] = x[:num_before].clone() if copy else x[:num_before]
+                last[key] = x[num_before:]
         return before, after
 
     @property
@@ -158,48 +158,48 @@ class CacheAccess:
             self._indices[name] = to_device(getattr(self.layout, name), device)
         return self._indices[name]
 
-    def in_front(self, place: Place, own: Tensor) -> Tensor:
+    def in_front(self, key: CacheKey, own: Tensor) -> Tensor:
         """(c + T, ...) cached values in front of those of the own tokens."""
-        return torch.cat([*(block.values[place] for block in self.read), own])
+        return torch.cat([*(block.values[key] for block in self.read), own])
 
-    def publish_values(self, place: Place, own: Tensor) -> None:
+    def publish_values(self, key: CacheKey, own: Tensor) -> None:
         """Put the published of own (T, ...) values on the cache, where this forward publishes any."""
         if self.publish is not None:
             published = own.detach().index_select(0, self.index("publish", own.device))
-            self.publish.put(place, published, has_gradient=self.prefill)
+            self.publish.put(key, published, has_gradient=self.prefill)
 
-    def settle(self, place: Place, total: Tensor) -> Tensor:
+    def settle(self, key: CacheKey, total: Tensor) -> Tensor:
         """Gradients (T, ...) of the own values, pending ones included, out of a ``total`` of [cached | own].
 
         That is float32 or wider. Gradients of cached tokens are added to their pending ones.
         """
         for block in self.read:
-            block.pending[place].add_(total[block.start : block.stop])
+            block.pending[key].add_(total[block.start : block.stop])
         own = total[self.layout.num_cached :]
         if self.consumed:
             # Taken out, since the graph, and so its blocks, may live until the next forward is done.
-            pending = torch.cat([block.pending.pop(place) for block in self.consumed])
+            pending = torch.cat([block.pending.pop(key) for block in self.consumed])
             own.index_add_(0, self.index("publish", own.device), pending.to(own.dtype))
         return own
 
-    def state(self, place: Place) -> Tensor:
-        return ChainMap(*(block.values for block in self.read))[place]
+    def state(self, key: CacheKey) -> Tensor:
+        return ChainMap(*(block.values for block in self.read))[key]
 
     def exchange_states(
-        self, place: Place, own: Tensor, exchange: StateExchange | None, beside: Tensor | None = None
+        self, key: CacheKey, own: Tensor, exchange: StateExchange | None, beside: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Rows [cached | own] of states, and ``beside`` as it is; ``place`` has no position.
+        """Rows [cached | own] of states, and ``beside`` as it is; ``key`` has no position.
 
         ``own`` (N, ...) must have a gradient, or none is added to what is read. ``beside`` was computed with it: where
         nothing reads the states here, their gradients come from other chunks alone, and only this leads to them.
         """
         if exchange is None:
             return own, beside
-        found, beside = _ExchangeStates.apply(own, beside, self, place, exchange)
+        found, beside = _ExchangeStates.apply(own, beside, self, key, exchange)
         if self.publish is not None:
             published = found.detach()[exchange.rows]
             for position, index in zip(exchange.publish, exchange.index, strict=True):
-                self.publish.put(place._replace(position=position), published[index], has_gradient=self.prefill)
+                self.publish.put(key._replace(position=position), published[index], has_gradient=self.prefill)
         return found, beside
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
@@ -255,10 +255,10 @@ class _ExchangeStates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: Tensor, beside: Tensor | None, access: CacheAccess, place: Place, exchange: StateExchange
+        ctx: Any, own: Tensor, beside: Tensor | None, access: CacheAccess, key: CacheKey, exchange: StateExchange
     ) -> tuple[Tensor, Tensor | None]:
-        cached = [access.state(place._replace(position=position)) for position in exchange.read]
-        ctx.access, ctx.place, ctx.exchange, ctx.num_read = access, place, exchange, sum(map(len, cached))
+        cached = [access.state(key._replace(position=position)) for position in exchange.read]
+        ctx.access, ctx.key, ctx.exchange, ctx.num_read = access, key, exchange, sum(map(len, cached))
         rows = torch.cat([*cached, own]) if cached else own.view_as(own)
         return rows, None if beside is None else beside.view_as(beside)
 
@@ -268,11 +268,11 @@ class _ExchangeStates(torch.autograd.Function):
         total = grad[exchange.rows].to(torch.promote_types(grad.dtype, torch.float32))
         for position, index in zip(exchange.publish, exchange.index, strict=True):
             if access.consumed:  # in training, where each state has one: a KeyError if it is not there
-                place = ctx.place._replace(position=position)
-                pending = next((block.pending for block in access.consumed if place in block.pending), {}).pop(place)
+                key = ctx.key._replace(position=position)
+                pending = next((block.pending for block in access.consumed if key in block.pending), {}).pop(key)
                 total.index_add_(0, index, pending.to(total.dtype))
         pending_of_read = ChainMap(*(block.pending for block in access.read))
         for position, part in zip(exchange.read, total.split(exchange.index.shape[1]), strict=False):
-            pending_of_read[ctx.place._replace(position=position)].add_(part)
+            pending_of_read[ctx.key._replace(position=position)].add_(part)
         own = grad.index_copy(0, exchange.rows, total.to(grad.dtype))[ctx.num_read :]
         return own, of_beside, None, None, None

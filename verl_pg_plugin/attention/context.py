@@ -1,13 +1,14 @@
-"""The tokens of one forward and how they attend: what a model's layers are handed as ``prefix_grouper``."""
+"""The context of one forward, which transformers hands to every layer as the keyword ``prefix_grouper``."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,26 +20,29 @@ from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_head
 
 from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.attention.kernels import Kernel
-from verl_pg_plugin.attention.op import AttentionOptions, attend
+from verl_pg_plugin.attention.op import AttentionOptions, AttentionRecord, attend
 from verl_pg_plugin.attention.passes import Varlen
-from verl_pg_plugin.attention.tree import Piece, Tree
+from verl_pg_plugin.attention.plan import AttentionPlan, VarlenCall
 from verl_pg_plugin.layout import PackedLayout
 
 if TYPE_CHECKING:
     from prefix_grouper import PrefixGrouper
 
 
-class AttentionContext(ABC):
-    """Made for one forward, which a layer may run more than once (gradient checkpointing).
+class ForwardContext(ABC):
+    """State of one forward that its layers read; a checkpointed layer reads it again when it is recomputed.
 
-    No dataclass: torch 2.11 takes frozen dataclasses apart where compiled code hands them on, and would compile anew
+    Not a dataclass: torch 2.11 takes frozen dataclasses apart where compiled code hands them on, and would compile anew
     for every size of the tensors inside.
 
     Attributes:
-        layout: what the tokens are; None of padded groups, and where a model made them from a padded batch.
-        cache: the prefix KV cache of a chunk of a split group; None for tokens that stand alone.
-        perturb: applied to what every layer that mixes tokens returns; verify mode measures rounding with it.
+        layout: the packed tokens; None for padded groups, and where a model packed a padded batch itself.
+        kernel: the attention kernel.
+        cache: access to the prefix KV cache; None outside of split groups.
         group: ranks that hold an equal slice of the tokens each, in their order; None where this rank has them all.
+        checkpoint: runs a decoder layer under an activation checkpoint (``engine.activations``); None for none.
+        perturb: applied to the output of every layer that mixes tokens; verify mode measures rounding with it.
+        record: of the checkpointed layer that this copy of the context was made for; None in the context of a model.
         calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
         index: ``index(make, *args)`` is ``make(layout, *args)``, made once per forward and not once per layer.
@@ -50,11 +54,20 @@ class AttentionContext(ABC):
         kernel: Kernel,
         cache: CacheAccess | None = None,
         group: dist.ProcessGroup | None = None,
+        checkpoint: Callable[..., Any] | None = None,
+        perturb: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.layout, self.kernel, self.cache, self.group = layout, kernel, cache, group
-        self.perturb: Callable[[Tensor], Tensor] | None = None
+        self.checkpoint, self.perturb = checkpoint, perturb
+        self.record: AttentionRecord | None = None
         self.calls: Counter[str] = Counter()
         self.index = functools.cache(lambda make, *args: make(layout, *args))
+
+    def with_record(self, record: AttentionRecord) -> ForwardContext:
+        """Return this context for one checkpointed layer; everything but the record is shared."""
+        own = copy.copy(self)
+        own.record = record
+        return own
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -95,20 +108,22 @@ def heads_obstacle(heads: int, kv_heads: int, ranks: int) -> str:
     return f"{heads} query and {kv_heads} key/value heads cannot be spread over {ranks} ranks"
 
 
-class PackedAttention(AttentionContext):
+class PackedAttention(ForwardContext):
     """T packed tokens, all on this rank or an equal slice on each rank of a group.
 
     All-to-alls around what mixes tokens trade a slice of the tokens and all heads for all tokens and a slice of the
     heads and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so in between each rank runs what one would.
     """
 
-    _unshared: Tree | None = None
+    _unshared: AttentionPlan | None = None
 
     @classmethod
     def unshared(cls, kernel: Kernel, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> PackedAttention:
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
         context, tokens = cls(None, kernel), slice(0, num_tokens)
-        context._unshared = Tree([Piece(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))])
+        context._unshared = AttentionPlan(
+            [VarlenCall(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))]
+        )
         return context
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -126,32 +141,32 @@ class PackedAttention(AttentionContext):
 
     def attend_packed(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> Tensor:
         """(T, H, D) of (T, H, D) queries and (T, G, D) keys and values; zero at padding."""
-        tree = self._tree(q_THD.device, options.window_size)
-        num_tokens = tree.forward[-1].rows.stop
+        plan = self._plan(q_THD.device, options.window_size)
+        num_tokens = plan.forward[-1].rows.stop
         num_padding = len(q_THD) - num_tokens
         if num_padding:
             q_THD, k_TGD, v_TGD = (x[:num_tokens] for x in (q_THD, k_TGD, v_TGD))
-        out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, self.cache)
+        out_THD = attend(q_THD, k_TGD, v_TGD, plan, self.kernel, options, self.cache, self.record)
         return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
-    def _tree(self, device: torch.device, window: int) -> Tree:
-        """The pieces of layers with that window."""
+    def _plan(self, device: torch.device, window: int) -> AttentionPlan:
+        """The calls of layers with that window."""
         if self._unshared is not None:
             return self._unshared
         assert isinstance(self.layout, PackedLayout)
         if window >= np.diff(self.layout.cu_seqlens_k).max() - 1:
             window = -1
-        return self.index(Tree.of, device, window)
+        return self.index(AttentionPlan.of, device, window)
 
 
-class PaddedGroupsAttention(AttentionContext):
+class PaddedGroupsAttention(ForwardContext):
     """Upstream's padded groups, a line ``[prompt | response 1 | response 2 | ... | padding]`` each.
 
     See https://github.com/johncaged/PrefixGrouper.
     """
 
-    def __init__(self, grouper: PrefixGrouper, kernel: Kernel) -> None:
-        super().__init__(None, kernel)
+    def __init__(self, grouper: PrefixGrouper, kernel: Kernel, **options: Any) -> None:
+        super().__init__(None, kernel, **options)
         self.grouper = grouper
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -168,7 +183,8 @@ class PaddedGroupsAttention(AttentionContext):
             # A group without a prefix is no segment; every suffix has tokens.
             cu_seqlens_q, cu_seqlens_k = torch.unique_consecutive(cu_seqlens_q), torch.unique_consecutive(cu_seqlens_k)
             tokens = slice(0, len(q_THD)), slice(0, len(k_TGD))
-            tree = Tree([Piece(*tokens, Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))])
-            return pad_input(attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options), rows, batch_size, num_q)
+            plan = AttentionPlan([VarlenCall(*tokens, Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))])
+            out_THD = attend(q_THD, k_TGD, v_TGD, plan, self.kernel, options, record=self.record)
+            return pad_input(out_THD, rows, batch_size, num_q)
 
         return self.grouper.forward(attend_padded, query, key, value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from verl_pg_plugin.attention.context import AttentionContext
+from verl_pg_plugin.attention.context import ForwardContext
 from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.issue import SHARING_OFF
 
@@ -29,7 +29,7 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    prefix_grouper: AttentionContext | None = None,
+    prefix_grouper: ForwardContext | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,

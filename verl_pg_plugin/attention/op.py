@@ -1,22 +1,22 @@
-"""The attention op: one autograd function over the passes of any kernel and the pieces of a prefix tree.
+"""The attention op: one autograd function over the passes of any kernel and the calls of an attention plan.
 
-Gradients are summed in float32, in a fixed order, and rounded once. Where one piece covers all tokens its gradients are
+Gradients are summed in float32, in a fixed order, and rounded once. Where one call covers all tokens its gradients are
 written once, and those through prefixes that are read in place are added.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl_pg_plugin.attention.cache import CacheAccess, Place
+from verl_pg_plugin.attention.cache import CacheAccess, CacheKey
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.attention.passes import Varlen
-from verl_pg_plugin.attention.tree import Piece, Tree
+from verl_pg_plugin.attention.plan import AttentionPlan, VarlenCall
 
 
 @dataclass(frozen=True)
@@ -30,31 +30,40 @@ class AttentionOptions:
     sinks: Tensor | None = None  # (H,) learned, one more score of every query of a head, whose value is zero
 
     @property
-    def places(self) -> tuple[Place, Place]:
-        """Of keys and values in the cache."""
-        return Place(self.layer_idx, "k"), Place(self.layer_idx, "v")
+    def cache_keys(self) -> tuple[CacheKey, CacheKey]:
+        """Of keys and of values in the prefix cache."""
+        return CacheKey(self.layer_idx, "k"), CacheKey(self.layer_idx, "v")
 
     def of(self, problem: Varlen) -> Varlen:
-        """A piece's problem as the layer asks it."""
+        """Return the problem of a call with this layer's scale, window and softcap."""
         window = self.window_size if problem.causal else -1
         return problem._replace(softmax_scale=self.softmax_scale, window=window, softcap=self.softcap)
+
+
+class AttentionRecord(Protocol):
+    """Outputs of attention in a checkpointed layer, kept for its recomputation (``engine.activations``)."""
+
+    def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp of the next attention call: computed in the forward, read afterwards."""
 
 
 def attend(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    tree: Tree,
+    plan: AttentionPlan,
     kernel: Kernel,
     options: AttentionOptions,
     cache: CacheAccess | None = None,
+    record: AttentionRecord | None = None,
 ) -> Tensor:
     """Causal attention of T packed tokens in which siblings never see each other.
 
     Args:
         v_TGD: may be narrower than keys, as in multi-head latent attention.
-        tree: of their layout, made for the window of ``options``.
-        cache: keys and values in front of the own ones, where the tokens are a chunk of a split group.
+        plan: of their layout, made for the window of ``options``.
+        cache: keys and values of earlier chunks, where the tokens are a chunk of a split group.
+        record: of the checkpointed layer that runs, where its activation level keeps what attention computed.
 
     Returns:
         (T, H, width of ``v_TGD``), dtype of ``q_THD``; float32 under autocast gives autocast's dtype.
@@ -67,27 +76,22 @@ def attend(
     if width < k_TGD.shape[-1]:
         v_TGD = F.pad(v_TGD, (0, k_TGD.shape[-1] - width))
     if cache is not None:
-        for place, x in zip(options.places, (k_TGD, v_TGD), strict=True):
-            cache.publish_values(place, x)
-    return TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache)[..., :width]
+        for key, x in zip(options.cache_keys, (k_TGD, v_TGD), strict=True):
+            cache.publish_values(key, x)
+    return TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, plan, kernel, options, cache, record)[..., :width]
 
 
 class TreeAttention(torch.autograd.Function):
-    """Arguments as of ``attend``; what it keeps are the output, and the log-sum-exp with the sinks.
-
-    Attributes:
-        tape: of the checkpointed layer that runs, where that keeps both (``engine.activations``).
-    """
-
-    tape: ClassVar[Any] = None
+    """Takes the arguments of ``attend``; saves the output, and the log-sum-exp with the sinks."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, own_k: Tensor, own_v: Tensor, sinks: Tensor | None, *given: Any) -> Tensor:
-        tree, kernel, options, cache = ctx.given = given
+        *ctx.given, record = given
+        plan, kernel, options, cache = ctx.given
 
         def compute() -> tuple[Tensor, Tensor]:
             k, v = _with_cached(options, cache, own_k, own_v)
-            found = [kernel.forward(q[p.rows], *p.read(k, v), options.of(p.problem)) for p in tree.forward]
+            found = [kernel.forward(q[p.rows], *p.read(k, v), options.of(p.problem)) for p in plan.forward]
             outs, lses = zip(*found, strict=True)
             out, lse = (outs[0], lses[0]) if len(found) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
             if sinks is not None:
@@ -95,8 +99,7 @@ class TreeAttention(torch.autograd.Function):
                 out, lse = (out * torch.exp(lse - with_sink).T[..., None]).to(out.dtype), with_sink
             return out, lse
 
-        # Where the activation level keeps it, a checkpoint that computes its layer again reads the first result.
-        out, lse = compute() if TreeAttention.tape is None else TreeAttention.tape.computed(compute)
+        out, lse = compute() if record is None else record.computed(compute)
         ctx.save_for_backward(q, own_k, own_v, sinks, out, lse)
         return out
 
@@ -104,35 +107,35 @@ class TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dout,), (q, own_k, own_v, sinks, out, lse) = grads, ctx.saved_tensors
-        tree, kernel, options, cache = ctx.given
+        plan, kernel, options, cache = ctx.given
         k, v = _with_cached(options, cache, own_k, own_v)
-        pieces = tree.backward
+        calls = plan.backward
         # Float32 where more than two terms are added up, or those of other forwards.
-        if wide := cache is not None or len(pieces) > 2 or pieces[0].rows != slice(0, len(q)):
+        if wide := cache is not None or len(calls) > 2 or calls[0].rows != slice(0, len(q)):
             totals = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
         else:
             totals = [kernel.memory(x) for x in (q, k, v)]
 
-        def add(piece: Piece, first: bool) -> None:
-            """Add the gradients through a piece, or write the first; what it gathers dies with this call."""
-            places = piece.rows, piece.keys, piece.keys
-            read = q[piece.rows], *piece.read(k, v)
+        def add(call: VarlenCall, first: bool) -> None:
+            """Add the gradients through a call, or write the first; what it gathers dies with this call."""
+            places = call.rows, call.keys, call.keys
+            read = q[call.rows], *call.read(k, v)
             parts = [
                 total if first and isinstance(place, slice) else kernel.memory(x)
                 for total, place, x in zip(totals, places, read, strict=True)
             ]
-            rows = dout[piece.rows], *read, out[piece.rows], lse[:, piece.rows].contiguous()
-            kernel.backward(*rows, *parts, options.of(piece.problem))
+            rows = dout[call.rows], *read, out[call.rows], lse[:, call.rows].contiguous()
+            kernel.backward(*rows, *parts, options.of(call.problem))
             for total, place, part in zip(totals, places, parts, strict=True):
                 if not isinstance(place, slice):
                     place.sum(part, total, add=not first)
                 elif not first:
                     total[place] += part
 
-        for i, piece in enumerate(pieces):
-            add(piece, first=i == 0 and not wide)
+        for i, call in enumerate(calls):
+            add(call, first=i == 0 and not wide)
         if cache is not None:
-            totals[1:] = map(cache.settle, options.places, totals[1:])
+            totals[1:] = map(cache.settle, options.cache_keys, totals[1:])
         found = (
             total if total.dtype == x.dtype else kernel.memory(x).copy_(total)
             for total, x in zip(totals, (q, own_k, own_v), strict=True)
@@ -141,9 +144,9 @@ class TreeAttention(torch.autograd.Function):
         if sinks is not None:
             probability_HT = torch.exp(sinks[:, None].to(lse.dtype) - lse)
             dsinks = -(probability_HT * (dout.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
-        return *found, dsinks, None, None, None, None
+        return *found, dsinks, None, None, None, None, None
 
 
 def _with_cached(options: AttentionOptions, cache: CacheAccess | None, *own: Tensor) -> Iterable[Tensor]:
     """[c cached | T own] keys and values."""
-    return own if cache is None or not cache.read else map(cache.in_front, options.places, own)
+    return own if cache is None or not cache.read else map(cache.in_front, options.cache_keys, own)

@@ -1,9 +1,9 @@
-"""What decoder layers keep for their backward and where that waits, a level for each micro-batch; what is free for it.
+"""Activation checkpoints of decoder layers, at a level for each micro-batch, and the memory that is free for them.
 
 Gradient checkpointing keeps a layer's inputs and, in the levels of attention, what the attention kernel computed; the
-rest runs once more in the backward. Levels ``on_host`` copy what is kept to pinned memory behind the layer and bring it
-back while the layer behind it runs backwards, so that at most two layers are on the device. Each call of a layer knows
-the one in front of it, weakly: a graph that dies takes its copies along.
+rest runs once more in the backward. Levels ``on_host`` copy what is kept to pinned memory after the layer and bring it
+back during the backward of the next layer, so that at most two layers are on the device. Each record refers to the one
+before it weakly: a graph that dies takes its copies along.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
-from verl_pg_plugin.attention.op import TreeAttention
+from verl_pg_plugin.attention.context import ForwardContext
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Room
 
 SMALLEST = 1 << 20
@@ -34,29 +35,39 @@ VERSION2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 """Of control groups: their root, files of what they may hold and do hold, and what of that can be dropped."""
 
 
-class Activations:
-    """Stands in for the checkpoint around each decoder layer; no ``copier`` on a CPU, where memory is the host's."""
+def checkpoint_layer(call: partial[Any], *args: Any) -> Any:
+    """Run a decoder layer under the checkpoint of its context; stands in for ``_gradient_checkpointing_func``.
 
-    def __init__(self, layers: Iterable[nn.Module], copier: PinnedCopier | None) -> None:
-        self.level, self._copier = Level.ATTENTION, copier
-        self._last: Callable[[], Tape | None] = lambda: None
-        for layer in layers:
-            layer._gradient_checkpointing_func = self._checkpoint
+    transformers passes the layer as a partial that holds all its keywords, the context among them.
+    """
+    context: ForwardContext | None = call.keywords.get("prefix_grouper")
+    if context is None or context.checkpoint is None or not torch.is_grad_enabled():
+        return call(*args)
+    return context.checkpoint(context, call, *args)
 
-    def begin(self, level: Level) -> None:
-        """Set the level of the micro-batch whose forward comes next; a backward follows what its forward was asked."""
-        self.level, self._last = level, lambda: None
 
-    def _checkpoint(self, call: Callable[..., Any], *args: Any) -> Any:
-        if self.level is Level.ALL or not torch.is_grad_enabled():
+class LayerCheckpoints:
+    """The activation checkpoints of one micro-batch; no ``copier`` on a CPU, whose memory is the host's."""
+
+    def __init__(self, level: Level, copier: PinnedCopier | None) -> None:
+        self.level, self._copier = level, copier if level.on_host else None
+        self._last: Callable[[], CheckpointRecord | None] = lambda: None
+
+    def run(self, context: ForwardContext, call: partial[Any], *args: Any) -> Any:
+        """Run a layer with a record of its own, which its backward reads again."""
+        record, before = CheckpointRecord(self._copier, self._last), self._last()
+        self._last = weakref.ref(record)
+        if self.level.keeps_attention:
+            call = partial(call, prefix_grouper=context.with_record(record))
+
+        def layer(*args: Any) -> Any:  # once in the forward, then in each recomputation
+            record.start()
             return call(*args)
-        layer, before = Tape(self._copier if self.level.on_host else None, self._last), self._last()
-        self._last = weakref.ref(layer)
-        contexts = (lambda: (layer, layer)) if self.level.keeps_attention else noop_context_fn
+
         # A hook around a checkpoint sees its inputs, which torch saves for autograd, and nothing from inside.
-        hooks = saved_tensors_hooks(layer.put, layer.get) if self.level.on_host else nullcontext()
+        hooks = saved_tensors_hooks(record.put, record.get) if self.level.on_host else nullcontext()
         with hooks:
-            out = checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
+            out = checkpoint(layer, *args, use_reentrant=False)
         if before is not None:
             before.leave_device()
         return out
@@ -85,33 +96,26 @@ class _Copy:
             self.leave_device()
 
 
-class Tape:
-    """One call of a layer and what it keeps; autograd's graph is what holds it.
+class CheckpointRecord:
+    """Tensors that one call of a checkpointed layer keeps; autograd's graph holds the record.
 
-    It is both contexts of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around the layer: entered first
-    for the forward, and again for each recomputation, of which one graph may have several. What attention computed is
-    kept, and the rest recomputed: attention is the one part of a layer whose cost grows with the length of the
-    sequences, and its output is small.
+    Attention's outputs are kept and the rest is recomputed: attention is the one part of a layer whose cost grows with
+    the length of the sequences, and its output is small. One graph may have several recomputations.
     """
 
-    def __init__(self, copier: PinnedCopier | None, before: Callable[[], Tape | None]) -> None:
+    def __init__(self, copier: PinnedCopier | None, before: Callable[[], CheckpointRecord | None]) -> None:
         self._copier, self._before = copier, before
         self._copies: list[_Copy] = []
         self._kept: list[list[Any]] = []  # (out, lse) of each attention call, in their order
         self._runs = 0
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
+        """Begin the forward, or a recomputation, which reads what the forward has kept from the first call on."""
         self._runs += 1
         self._replay = iter(self._kept)
-        TreeAttention.tape = self
-
-    def __exit__(self, *_: object) -> None:
-        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
-        if TreeAttention.tape is self:
-            TreeAttention.tape = None
 
     def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What the forward has kept of this call, or RuntimeError; in the forward, what ``compute`` returns."""
+        """Return what ``compute`` returns; in a recomputation what the forward kept of this call, or RuntimeError."""
         if self._runs == 1:
             out, lse = compute()
             self._kept.append([self.put(out), self.put(lse)])

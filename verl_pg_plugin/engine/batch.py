@@ -1,4 +1,4 @@
-"""A mini-batch of verl: checked, read as sequences, selected from and sent to the device."""
+"""A mini-batch of verl: check its settings and read its sequences."""
 
 import math
 
@@ -11,7 +11,6 @@ from verl_pg_plugin.issue import SHARING_OFF, BatchError
 from verl_pg_plugin.layout import IntArray, Sequences
 from verl_pg_plugin.modalities import TEXT, Modality
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
-from verl_pg_plugin.transfer import send
 
 FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
 
@@ -124,41 +123,6 @@ def _lengths(data: TensorDict, name: str) -> IntArray:
     mask, prompt_width = data["attention_mask"], data["prompts"].shape[1]
     part = mask[:, :prompt_width] if name == "prompts" else mask[:, prompt_width:]
     return _numpy(part.sum(dim=1)).astype(np.int64)
-
-
-class SequenceSelector:
-    """Selects sequences like ``tu.index_select_tensor_dict`` and sends them, without waiting for the device.
-
-    verl's function unbinds all sequences of a field at every call, which takes longer than planning them. Here every
-    jagged field is read once; what is not ragged in its second dimension is left to verl's. ``TensorDict.to`` copies
-    offsets from pageable memory, and so waits for the backward of the micro-batch before.
-    """
-
-    def __init__(self, data: TensorDict) -> None:
-        self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
-        data = data.exclude("position_ids", "multi_modal_inputs")  # which the layout has, and no loss reads
-        for name, field in data.items():
-            if isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1:
-                self._jagged.setdefault(tuple(field.offsets().tolist()), {})[name] = field.values()
-        self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
-
-    def select(self, indices: list[int], device: torch.device) -> TensorDict:
-        """These sequences of the batch, in this order; fields of the same lengths have the same offsets."""
-        rest = tu.index_select_tensor_dict(self._rest, indices)
-        dense = {name: x for name, x in rest.items() if isinstance(x, torch.Tensor) and not x.is_nested}
-        selected = rest.exclude(*dense).to(device)
-        for name, x in dense.items():
-            selected[name] = send(x, device)
-        for bounds, fields in self._jagged.items():
-            spans = [slice(bounds[i], bounds[i + 1]) for i in indices]
-            lengths = [span.stop - span.start for span in spans]
-            offsets = send(torch.tensor([0, *lengths]).cumsum(0), device)
-            for name, values in fields.items():
-                chosen = send(torch.cat([values[span] for span in spans]), device)
-                selected[name] = torch.nested.nested_tensor_from_jagged(
-                    chosen, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
-                )
-        return selected
 
 
 def regular(data: TensorDict) -> TensorDict:

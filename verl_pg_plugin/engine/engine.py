@@ -1,17 +1,14 @@
 """verl's FSDP engines with shared prefixes: every prefix of a mini-batch is stored and computed once.
 
-``SharedPrefixEngine.forward_backward_batch`` runs a mini-batch. ``plan.plan_mini_batch`` reads it, cuts it into
-micro-batches, lays each one out and agrees with the other ranks. The sequences of a micro-batch are selected on the
-host and sent to the device, behind the launch of the backward before; ``inputs`` makes the model's keywords of the
-layout, and ``compute`` runs the model. verl's loss and backward follow, and ``metrics`` adds up what it cost. Sharding,
-optimizer, checkpoints and losses are verl's.
+``SharedPrefixEngine.forward_backward_batch`` runs a mini-batch: ``plan_mini_batch`` cuts it into micro-batches, lays
+them out and agrees with the other ranks, and ``run_micro_batch`` runs each. Sharding, optimizer, checkpoints and losses
+are verl's.
 """
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,15 +25,14 @@ from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import steady_length
-from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.compat import requirements
-from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
-from verl_pg_plugin.engine.batch import SequenceSelector
+from verl_pg_plugin.engine.activations import PinnedCopier, checkpoint_layer, host_bytes, room_of_rank
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes, let_flat_parameters_compile
-from verl_pg_plugin.engine.heads import LogProbHead, install_head, read_request
-from verl_pg_plugin.engine.inputs import ModelInputs, make_inputs
+from verl_pg_plugin.engine.heads import ForwardOutputs, LogProbHead, install_head, language_model_outputs, value_outputs
+from verl_pg_plugin.engine.inputs import SequenceSelector
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
-from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
+from verl_pg_plugin.engine.micro_batch import MiniBatch, run_micro_batch
+from verl_pg_plugin.engine.plan import Plan, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
     check_no_dropout,
     choose_alike,
@@ -48,32 +44,15 @@ from verl_pg_plugin.engine.prepare import (
     refuse,
 )
 from verl_pg_plugin.engine.ranks import agreement, gather
-from verl_pg_plugin.engine.verify import Noise, Responses, Verifier, read_responses
+from verl_pg_plugin.engine.verify import Verifier
 from verl_pg_plugin.issue import Issue
-from verl_pg_plugin.layout import Layout, Sequences
 from verl_pg_plugin.lm_head import lm_head_issues
-from verl_pg_plugin.modalities import Kind, modality_of
+from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Room
 from verl_pg_plugin.planning.activation_policy import Levels
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _MiniBatch:
-    """What its micro-batches have in common."""
-
-    plan: Plan
-    selector: SequenceSelector
-    cache: PrefixCache
-    costs: MiniBatchCosts
-    loss_function: Callable | None
-    forward_only: bool
-
-    @property
-    def kind(self) -> str:
-        return "forward-only" if self.forward_only else "update"
 
 
 class SharedPrefixEngine(FSDPEngine):
@@ -95,6 +74,7 @@ class SharedPrefixEngine(FSDPEngine):
     _is_lora: bool
     _uses_fsdp2_cpu_offload_policy: bool
 
+    _forward_outputs: Any  # the function of ``engine.heads`` that calls the model
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
     _told_level = False
     _why_asked = "as asked"
@@ -155,7 +135,9 @@ class SharedPrefixEngine(FSDPEngine):
             if asked == "auto":
                 self._why_asked = "by the model's own checkpoints"
             self.options = replace(self.options, activations=Level.INPUTS.value)
-        self.activations = Activations(layers, None if get_device_name() == "cpu" else PinnedCopier())
+        for layer in layers:
+            layer._gradient_checkpointing_func = checkpoint_layer
+        self._copier = None if get_device_name() == "cpu" else PinnedCopier()
 
     def _finish_unsharded(self, module: nn.Module) -> None:
         """The last look at a model, adapters and all, before it is sharded."""
@@ -196,35 +178,59 @@ class SharedPrefixEngine(FSDPEngine):
         of_losses = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}
         tu.assign_non_tensor(plan.data, sp_size=self.ulysses_sequence_parallel_size, **of_losses)
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
-        cache = PrefixCache()
-        costs = MiniBatchCosts(verifies=self.verifier.enabled)
-        batch = _MiniBatch(plan, SequenceSelector(plan.data), cache, costs, loss_function, forward_only)
+        batch = self._mini_batch(plan, loss_function, forward_only)
         results = []
         for index, planned in enumerate(plan.micro_batches):
             is_last = index == len(plan.micro_batches) - 1
             grads = torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
             with grads, torch.profiler.record_function(f"micro_batch{index}"):
-                result = self._run(batch, planned)
+                result = run_micro_batch(batch, planned)
             if not returns_outputs:
                 del result["model_output"]
             results.append(result)
         self.verifier.end_mini_batch(batch.kind)
-        if cache.num_tokens:
-            raise RuntimeError(f"the gradients of {cache.num_tokens} cached tokens were never consumed")
+        if batch.cache.num_tokens:
+            raise RuntimeError(f"the gradients of {batch.cache.num_tokens} cached tokens were never consumed")
 
-        costs.peak_cached_bytes = cache.peak_bytes
+        batch.costs.peak_cached_bytes = batch.cache.peak_bytes
         for result in results:
             result["loss"] = result["loss"].item()
         weigh_means([result["metrics"] for result in results], plan.loss_weights)
         tu.assign_non_tensor(plan.data, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
         output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], plan.data)
-        figures = gather(figures_of_rank(plan, self.shared_model.flops, costs))
+        figures = gather(figures_of_rank(plan, self.shared_model.flops, batch.costs))
         metrics = mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name)
         if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
             output["metrics"].update(metrics)
         else:  # verl's SFT trainer hands metrics to its loggers as lists of lists, which these do not take
             logger.info("shared prefixes: dedup ratio %.2f", metrics["prefix_grouper/dedup_ratio"][0])
         return output
+
+    def _mini_batch(self, plan: Plan, loss_function: Callable | None, forward_only: bool) -> MiniBatch:
+        return MiniBatch(
+            plan=plan,
+            selector=SequenceSelector(plan.data),
+            loss_function=loss_function,
+            forward_only=forward_only,
+            module=self.module,
+            forward_outputs=self._forward_outputs,
+            shared_model=self.shared_model,
+            modality=self.modality,
+            kernel=self.kernel,
+            device=self._device,
+            dtype=self._autocast_dtype,
+            sp_group=self.ulysses_parallel_group,
+            token_multiple=self.pad_to_length_bucket if self.pad_to_length else 1,
+            verifier=self.verifier,
+            dp_group=self.get_data_parallel_group(),
+            copier=self._copier,
+            backward=self._backward,
+            costs=MiniBatchCosts(verifies=self.verifier.enabled),
+        )
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        with compiling() if self.compiles else nullcontext():
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def plan(self, data: TensorDict, forward_only: bool) -> Plan:
         """Plan a mini-batch, together with the other ranks; see ``plan_mini_batch``."""
@@ -278,101 +284,6 @@ class SharedPrefixEngine(FSDPEngine):
             return host_bytes() - weights.gradients - weights.optimizer
         return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
 
-    def _run(self, batch: _MiniBatch, planned: PlannedMicroBatch) -> dict[str, Any]:
-        """One micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
-        loss_function, forward_only, costs = batch.loss_function, batch.forward_only, batch.costs
-        sequences = batch.plan.sequences.select(planned.sequences)
-        micro_batch = batch.selector.select(planned.sequences, self._device)
-        # A chunk of an update takes from the cache what it computes itself; what it reads is there, or is prefilled.
-        # All forwards without gradient come first: FSDP2 expects a forward's backward to come next.
-        consumed = [] if forward_only else batch.cache.consume(planned.layout)
-        self._prefill(batch, planned)
-        access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
-        inputs = self._inputs(planned.layout, sequences, batch.plan.shown, access)
-        self.activations.begin(planned.level)
-        loss, metrics = torch.ones((), device=self._device), {}  # filled: a copy of a number would wait for the device
-        with self._autocast():
-            outputs = self.compute(inputs, micro_batch, loss_function)
-            if loss_function is not None:
-                group = self.get_data_parallel_group()
-                loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
-        if not forward_only:
-            with compiling() if self.compiles else nullcontext():
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-
-        outputs = {name: values.detach() for name, values in outputs.items()}
-        if samples := self.verifier.choose(planned, sequences, batch.kind):
-            got = read_responses(outputs, samples, sequences.prompt_lengths)
-            alone = partial(self._compute_alone, batch, [planned.sequences[sample] for sample in samples])
-            costs.num_verified += len(set(samples))
-            max_error = self.verifier.check(got, alone, planned, samples, micro_batch, batch.kind)
-            costs.verify_max_error = max(costs.verify_max_error, max_error)
-        costs.num_padding += inputs.num_padding
-        return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
-
-    def compute(
-        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
-    ) -> dict[str, torch.Tensor]:
-        """One forward of the model: named outputs of every sequence, jagged (B, length) as verl's losses read them."""
-        names, columns_NC = self._columns(inputs, micro_batch, loss_function)
-        self.shared_model.check_every_layer_mixed(inputs.context)
-        values_CL, offsets = inputs.on_sequences(columns_NC), micro_batch["input_ids"].offsets()
-        return {name: torch.nested.nested_tensor_from_jagged(values_CL[i], offsets) for i, name in enumerate(names)}
-
-    @abstractmethod
-    def _columns(
-        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
-    ) -> tuple[list[str], torch.Tensor]:
-        """Call the model; names of C outputs, and (N, C) of them for the labels of this rank."""
-
-    def _prefill(self, batch: _MiniBatch, planned: PlannedMicroBatch) -> None:
-        """Compute without gradient what a chunk reads and no earlier one has published, if there is any."""
-        if (layout := planned.prefill) is None:
-            return
-        first = planned.sequences[:1]  # the path is a prefix of a chunk's first sequence
-        access = batch.cache.access(layout, publishes=True, prefill=True)
-        inputs = self._inputs(layout, batch.plan.sequences.select(first), batch.plan.shown, access)
-        training = self.module.training
-        self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
-        try:
-            with torch.no_grad(), self._autocast():
-                self.compute(inputs, batch.selector.select(first, self._device), batch.loss_function)
-        finally:
-            self.module.train(training)
-
-    def _compute_alone(self, batch: _MiniBatch, chosen: list[int], make_noise: Callable[[], Noise] | None) -> Responses:
-        """Some samples of a mini-batch, each in a forward of its own, with noise in its layers if any is given."""
-        responses: dict[str, list[torch.Tensor]] = {}
-        for index in chosen:
-            sequences = batch.plan.sequences.select([index])
-            inputs = self._inputs(sequences.unshared().lay_out(), sequences, batch.plan.shown)
-            inputs.context.perturb = make_noise and make_noise()
-            micro_batch = batch.selector.select([index], self._device)
-            with torch.no_grad(), self._autocast():
-                outputs = self.compute(inputs, micro_batch, batch.loss_function)
-            for name, values in read_responses(outputs, [0], sequences.prompt_lengths).items():
-                responses.setdefault(name, []).extend(values)
-        return responses
-
-    def _inputs(
-        self, layout: Layout, sequences: Sequences, shown: frozenset[Kind], cache: CacheAccess | None = None
-    ) -> ModelInputs:
-        return make_inputs(
-            layout,
-            sequences,
-            self.kernel,
-            self.modality,
-            self._device,
-            shown=shown,
-            token_multiple=self.pad_to_length_bucket if self.pad_to_length else 1,
-            sp_group=self.ulysses_parallel_group,
-            cache=cache,
-        )
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self._autocast_dtype
-        return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
-
 
 class SharedPrefixLanguageModel(SharedPrefixEngine):
     """Language-model engine: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of the tokens in front of responses."""
@@ -384,36 +295,18 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
             self.log_prob_head = install_head(base, self.model_config, self.options.logits_chunk_size)
         super()._finish_unsharded(module)
 
-    def _columns(
-        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
-    ) -> tuple[list[str], torch.Tensor]:
+    @property
+    def _forward_outputs(self) -> ForwardOutputs:
         entropy = self.compute_entropy_from_logits
-        request = read_request(micro_batch, inputs, loss_function, self.engine_config, entropy)
-        in_head = self.log_prob_head is not None and self.log_prob_head.take(request)
-        # transformers hands the keyword ``prefix_grouper`` through every layer, to ``attention.interface`` or
-        # ``mixers.delta_layer``, which mix tokens in its place.
-        logits = self.module(**inputs.keywords, logits_to_keep=inputs.head_columns).logits
-        found_NC = inputs.at_labels(logits)
-        if not in_head:
-            return request.names, request.outputs(found_NC)
-        if found_NC.shape[-1] != len(request.names):
-            raise RuntimeError(
-                "the model's logits are not what its head returned; set ++prefix_grouper.logits_chunk_size=0 and "
-                "actor_rollout_ref.model.use_fused_kernels=False"
-            )
-        return request.names, found_NC
+        return partial(language_model_outputs, head=self.log_prob_head, config=self.engine_config, entropy=entropy)
 
 
 class SharedPrefixValueModel(SharedPrefixEngine):
     """Value-model engine: ``values`` of the tokens in front of responses, by a token classifier with one label."""
 
+    _forward_outputs = staticmethod(value_outputs)
+
     def _build_module(self) -> nn.Module:
         # verl loads value models for flash-attn only, which shared prefixes cannot use.
         with upstream.value_models_loaded_by(load_value_model):
             return super()._build_module()
-
-    def _columns(
-        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
-    ) -> tuple[list[str], torch.Tensor]:
-        values_GS1 = self.module(**inputs.keywords).logits
-        return ["values"], inputs.at_labels(values_GS1.index_select(1, inputs.head_columns))

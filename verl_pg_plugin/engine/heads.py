@@ -6,7 +6,8 @@ of many response tokens and their gradient are larger than everything else, or b
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -29,6 +30,8 @@ from verl_pg_plugin.transfer import send
 logger = logging.getLogger(__name__)
 TOP_K_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
 """What verl's loss of a teacher's top k returns of each token."""
+ForwardOutputs = Callable[..., tuple[list[str], torch.Tensor]]
+"""C names and (N, C) outputs of a rank's labels, from the model, ``ModelInputs``, verl's fields and loss."""
 FusedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(N,) log-probs and entropy from (N, E) hidden states, (V, E) weight, (N,) labels and a temperature."""
 TopKLoss = Callable[[torch.Tensor, slice], list[torch.Tensor]]
@@ -132,18 +135,24 @@ class LogProbHead:
 
     def __init__(self, head: nn.Linear, chunk_size: int = 0, fused: FusedKernel | None = None) -> None:
         self.head, self.chunk_size, self.fused = head, chunk_size, fused
-        self.request: LogProbRequest | None = None  # of the next forward alone
+        self._request: LogProbRequest | None = None
         head.forward = self.forward
 
-    def take(self, request: LogProbRequest) -> bool:
-        """Let the next forward return the outputs of ``request`` in place of logits; False where it will not."""
-        self.request = request if self.fused or len(request.labels) > 2 * self.chunk_size else None
-        return self.request is not None
+    @contextmanager
+    def computing(self, request: LogProbRequest) -> Iterator[bool]:
+        """Let a forward within the block return the outputs of ``request`` for logits; yields False where it will not.
+
+        transformers calls the head without keywords, so this block carries the request instead of the context.
+        """
+        self._request = request if self.fused or len(request.labels) > 2 * self.chunk_size else None
+        try:
+            yield self._request is not None
+        finally:
+            self._request = None
 
     def forward(self, hidden_1NE: torch.Tensor) -> torch.Tensor:
         """(1, N, V) logits, or (1, N, len(names)) outputs of the request."""
-        request, self.request = self.request, None
-        if request is None:
+        if (request := self._request) is None:
             return F.linear(hidden_1NE, self.head.weight, self.head.bias)
         hidden_NE = hidden_1NE.squeeze(0)
         if self.fused is None:
@@ -155,6 +164,41 @@ class LogProbHead:
             if column.requires_grad:
                 column.register_hook(torch.Tensor.contiguous)  # as the Triton kernels insist; stack's is strided
         return torch.stack([column.to(log_probs.dtype) for column in columns], dim=-1).unsqueeze(0)
+
+
+def value_outputs(module: nn.Module, inputs: ModelInputs, *_: Any) -> tuple[list[str], torch.Tensor]:
+    """Call a token classifier with one label: ``values`` at the tokens that predict responses."""
+    values_GS1 = module(**inputs.keywords).logits
+    return ["values"], inputs.at_labels(values_GS1.index_select(1, inputs.head_columns))
+
+
+def language_model_outputs(
+    module: nn.Module,
+    inputs: ModelInputs,
+    fields: TensorDict,
+    loss: Callable[..., Any] | None,
+    *,
+    head: LogProbHead | None,
+    config: Any,
+    entropy: Callable[..., torch.Tensor],
+) -> tuple[list[str], torch.Tensor]:
+    """Call a language model: ``log_probs``, ``entropy`` and other outputs; for the arguments see ``read_request``.
+
+    Without a ``head``, or where it leaves a request to the linear layer, all logits are held at once.
+    """
+    request = read_request(fields, inputs, loss, config, entropy)
+    # transformers passes the context on to every layer: to ``attention.interface`` or ``mixers.delta_layer``.
+    with nullcontext(False) if head is None else head.computing(request) as in_head:
+        logits = module(**inputs.keywords, logits_to_keep=inputs.head_columns).logits
+    found_NC = inputs.at_labels(logits)
+    if not in_head:
+        return request.names, request.outputs(found_NC)
+    if found_NC.shape[-1] != len(request.names):
+        raise RuntimeError(
+            "the model's logits are not what its head returned; set ++prefix_grouper.logits_chunk_size=0 and "
+            "actor_rollout_ref.model.use_fused_kernels=False"
+        )
+    return request.names, found_NC
 
 
 def install_head(module: Any, model_config: Any, chunk_size: int) -> LogProbHead | None:

@@ -1,4 +1,4 @@
-"""What goes into one forward of the model, and values of its labels back onto verl's jagged positions."""
+"""Context, inputs and verl's fields for one forward of the model, and its outputs on verl's jagged positions."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,14 +6,51 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import gather_outputs_and_unpad
 
 from verl_pg_plugin.attention.cache import CacheAccess
-from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention
+from verl_pg_plugin.attention.context import ForwardContext, PackedAttention, PaddedGroupsAttention
 from verl_pg_plugin.attention.kernels import Kernel
-from verl_pg_plugin.layout import IntArray, Layout, PaddedLayout, Sequences
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, PaddedLayout, Sequences
 from verl_pg_plugin.modalities import Kind, Modality
 from verl_pg_plugin.transfer import send, to_device
+
+
+class SequenceSelector:
+    """Selects sequences like ``tu.index_select_tensor_dict`` and sends them, without waiting for the device.
+
+    verl's function unbinds all sequences of a field at every call, which takes longer than planning them. Here every
+    jagged field is read once; what is not ragged in its second dimension is left to verl's. ``TensorDict.to`` copies
+    offsets from pageable memory, and so waits for the backward of the micro-batch before.
+    """
+
+    def __init__(self, data: TensorDict) -> None:
+        self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
+        data = data.exclude("position_ids", "multi_modal_inputs")  # which the layout has, and no loss reads
+        for name, x in data.items():
+            if isinstance(x, torch.Tensor) and x.is_nested and getattr(x, "_ragged_idx", 1) == 1:
+                self._jagged.setdefault(tuple(x.offsets().tolist()), {})[name] = x.values()
+        self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
+
+    def take(self, indices: list[int], device: torch.device) -> TensorDict:
+        """These sequences of the batch, in this order; fields of the same lengths have the same offsets."""
+        rest = tu.index_select_tensor_dict(self._rest, indices)
+        dense = {name: x for name, x in rest.items() if isinstance(x, torch.Tensor) and not x.is_nested}
+        selected = rest.exclude(*dense).to(device)
+        for name, x in dense.items():
+            selected[name] = send(x, device)
+        for bounds, fields in self._jagged.items():
+            spans = [slice(bounds[i], bounds[i + 1]) for i in indices]
+            lengths = [span.stop - span.start for span in spans]
+            offsets = send(torch.tensor([0, *lengths]).cumsum(0), device)
+            for name, values in fields.items():
+                chosen = send(torch.cat([values[span] for span in spans]), device)
+                selected[name] = torch.nested.nested_tensor_from_jagged(
+                    chosen, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+                )
+        return selected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +63,7 @@ class ModelInputs:
     """
 
     layout: Layout
-    context: AttentionContext  # what the layers that mix tokens are handed as ``prefix_grouper``
+    context: ForwardContext  # what the layers that mix tokens are handed as ``prefix_grouper``
     input_ids: torch.Tensor  # (G, S)
     position_ids: torch.Tensor  # (G, S), or (P, G, S) of P dimensions
     head_columns: torch.Tensor  # (W,) columns that the LM head runs on
@@ -75,29 +112,42 @@ class ModelInputs:
         return values_CL.index_copy(1, index, x_NC.T.index_select(1, label))
 
 
+def make_context(
+    layout: Layout,
+    kernel: Kernel,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    cache: CacheAccess | None = None,
+    **of_layers: Any,
+) -> ForwardContext:
+    """Make the context of one forward; ``of_layers`` are the ``checkpoint`` and the ``perturb`` of its layers."""
+    if isinstance(layout, PackedLayout):
+        return PackedAttention(layout, kernel, cache, group, **of_layers)
+    from prefix_grouper import PrefixGrouper  # https://github.com/johncaged/PrefixGrouper, needed by this mode alone
+
+    return PaddedGroupsAttention(PrefixGrouper(layout.group_info, device=device), kernel, **of_layers)
+
+
 def make_inputs(
+    context: ForwardContext,
     layout: Layout,
     sequences: Sequences,
-    kernel: Kernel,
     modality: Modality,
     device: torch.device,
-    *,
     shown: frozenset[Kind],
     token_multiple: int = 1,
-    sp_group: dist.ProcessGroup | None = None,
-    cache: CacheAccess | None = None,
 ) -> ModelInputs:
-    """What this rank needs of a forward, sent to ``device`` without waiting for it.
+    """Send what this rank needs for a forward to ``device``, without waiting for it.
 
     Args:
-        layout: of ``sequences``, or of a prefix of the first.
+        layout: of ``sequences``, or of a prefix of the first; ``context`` was made for it.
         shown: kinds of images that the vision encoder runs on, even if no token here shows one.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
-        sp_group: Ulysses group whose ranks share the tokens.
     """
     if isinstance(layout, PaddedLayout):
-        return _padded_inputs(layout, sequences, kernel, device)
-    ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
+        return _padded_inputs(context, layout, sequences, device)
+    group = context.group
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     padding, content = modality.inputs(layout, sequences, shown)
     input_ids = np.append(layout.input_ids, np.array(padding, dtype=np.int64))
     num_tokens = len(input_ids)
@@ -119,7 +169,7 @@ def make_inputs(
         input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
     return ModelInputs(
         layout=layout,
-        context=PackedAttention(layout, kernel, cache, sp_group),
+        context=context,
         input_ids=to_device(input_ids[None], device),
         position_ids=to_device(position_ids[..., None, :], device),
         head_columns=to_device(columns, device),
@@ -127,7 +177,7 @@ def make_inputs(
         label_sequence=to_device(_sequence_of(label_index, sequences), device),
         label_index=to_device(label_index, device),
         num_own=num_own,
-        all_labels=to_device(layout.head_index, device) if sp_group else None,
+        all_labels=to_device(layout.head_index, device) if group else None,
         num_padding=num_tokens - layout.num_tokens,
         content={name: send(tensor, device) for name, tensor in (content or {}).items()},
     )
@@ -137,15 +187,14 @@ def _sequence_of(index: IntArray, sequences: Sequences) -> IntArray:
     return np.searchsorted(sequences.offsets, index, side="right") - 1
 
 
-def _padded_inputs(layout: PaddedLayout, sequences: Sequences, kernel: Kernel, device: torch.device) -> ModelInputs:
-    """With PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
-    from prefix_grouper import PrefixGrouper  # needed by this mode alone
-
+def _padded_inputs(
+    context: ForwardContext, layout: PaddedLayout, sequences: Sequences, device: torch.device
+) -> ModelInputs:
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
     head_columns, place = np.unique(column, return_inverse=True)
     return ModelInputs(
         layout=layout,
-        context=PaddedGroupsAttention(PrefixGrouper(layout.group_info, device=device), kernel),
+        context=context,
         input_ids=to_device(layout.input_ids, device),
         position_ids=to_device(layout.position_ids, device),
         head_columns=to_device(head_columns, device),

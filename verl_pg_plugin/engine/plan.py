@@ -18,7 +18,7 @@ from verl_pg_plugin.planning.activation_level import Level
 from verl_pg_plugin.planning.activation_policy import Levels, cache_weights
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.loss_tokens import cut_for_loss
-from verl_pg_plugin.planning.micro_batches import MicroBatch, lay_out
+from verl_pg_plugin.planning.micro_batches import MicroBatch, build_layouts
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def plan_mini_batch(
 
         def cut(at_least: int) -> list[_LaidOut]:
             groups = cut_for_loss(order, has_loss, limits, weights, at_least, forward_only=forward_only, levels=levels)
-            return [_laid_out(group, sequences, packed, forward_only) for group in groups]
+            return [_build_layouts(group, sequences, packed, forward_only) for group in groups]
 
         draft = cut(at_least=1)
         counts = data["loss_mask"].sum().item(), int(loss_tokens.sum())
@@ -138,7 +138,7 @@ def _as_they_run(
     for (micro_batch, layout), (prefills, shares, reads) in zip(running, np.any(flags, axis=0).tolist(), strict=True):
         prefill = layout.prefill
         if prefills and prefill is None:
-            prefill = sequences.select(micro_batch.sequences[:1]).lay_out_idle_prefill()
+            prefill = sequences.select(micro_batch.sequences[:1]).build_idle_prefill()
         level = Level.ATTENTION  # of a forward without gradient nothing is kept
         if not forward_only:
             level = levels.choose(layout.num_tokens, len(layout.head_index), **layout.cache_use)
@@ -146,9 +146,9 @@ def _as_they_run(
     return planned
 
 
-def _laid_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool) -> _LaidOut:
+def _build_layouts(group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool) -> _LaidOut:
     if packed:
-        layouts: list[Layout] = [*lay_out(group, sequences, forward_only)]
+        layouts: list[Layout] = [*build_layouts(group, sequences, forward_only)]
     else:
         selected = (sequences.select(micro_batch.sequences) for micro_batch in group)
         layouts = [build_padded_layout(own.tokens, own.offsets, own.prompt_lengths) for own in selected]

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTok
 from verl.utils.device import get_device_name
 
 from verl_pg_plugin.architectures import OVERRIDE, class_issues, config_issues, keyword_issues
-from verl_pg_plugin.attention.context import AttentionContext
+from verl_pg_plugin.attention.context import ForwardContext
 from verl_pg_plugin.attention.interface import ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, Kernel, select_kernel
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
@@ -74,7 +74,7 @@ class SharedModel:
     prefix_cache: bool  # whether every layer reads tokens that another micro-batch has computed
     untested: str = ""  # why no test holds it to every sequence alone, empty if one does
 
-    def check_every_layer_mixed(self, context: AttentionContext) -> None:
+    def check_every_layer_mixed(self, context: ForwardContext) -> None:
         """Raise RuntimeError if layers mixed tokens by other means in the forward that ``context`` was made for."""
         for mixer, num_layers in self.layers.items():
             if (calls := context.calls[mixer]) != num_layers:

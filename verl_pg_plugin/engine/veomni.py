@@ -23,9 +23,10 @@ from verl.utils.ulysses import gather_outputs_and_unpad
 from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterReplay
 from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
-from verl_pg_plugin.attention.cache import Place
+from verl_pg_plugin.attention.cache import CacheKey
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
 from verl_pg_plugin.engine.inputs import ModelInputs
+from verl_pg_plugin.engine.micro_batch import MiniBatch
 from verl_pg_plugin.engine.prepare import prepare_config
 from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences
@@ -34,7 +35,7 @@ from verl_pg_plugin.transfer import to_device
 
 ROUTES = "routed_experts"
 """verl's name of the (tokens, layers, experts of a token) of every sequence, in batches and among outputs."""
-RECORDED = Place(-1, ROUTES)
+RECORDED = CacheKey(-1, ROUTES)
 """Of tokens that one chunk of a split group computes and others read."""
 
 
@@ -85,6 +86,49 @@ def _places(layout: PackedLayout, offsets: IntArray) -> IntArray:
     return tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoutedMiniBatch(MiniBatch):
+    """A mini-batch whose tokens go to experts that are recorded, or that the batch names."""
+
+    router: VeOmniRouterReplay
+
+    def inputs(self, layout: Layout, sequences: Sequences, **of_context: Any) -> ModelInputs:
+        """Also tells the routers, whose forward comes next, what they take."""
+        inputs, router = super().inputs(layout, sequences, **of_context), self.router
+        if router.action is RouterReplayAction.DISABLED:
+            return inputs
+        assert isinstance(layout, PackedLayout)
+        if sequences.routes is None:
+            router.begin_microbatch()
+            return replace(inputs, places=to_device(_places(layout, sequences.offsets), self.device))
+        routes_TLK = np.pad(sequences.routes[layout.token_index], [(0, inputs.num_padding), (0, 0), (0, 0)])
+        group = self.sp_group
+        start = 0 if group is None else inputs.num_own * dist.get_rank(group)
+        own_TLK = to_device(routes_TLK[start : start + inputs.num_own], self.device, torch.int16).long()
+        router.begin_microbatch(list(own_TLK.unbind(1)))
+        return inputs
+
+    def compute(self, inputs: ModelInputs, fields: TensorDict) -> dict[str, torch.Tensor]:
+        """Where experts are recorded also those, (tokens, layers, experts of a token) of every sequence."""
+        outputs = super().compute(inputs, fields)
+        router, cache = self.router, inputs.context.cache
+        if inputs.places is None:
+            if router.num_fired != router.num_targets:
+                raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, {router.num_fired} of the model route")
+            return outputs
+        routes_TLK = router.take_recorded()
+        if (group := inputs.context.group) is not None:  # as bytes: NCCL sends no int16
+            of_all = gather_outputs_and_unpad(routes_TLK.view(torch.uint8), gather_dim=0, group=group)
+            routes_TLK = of_all.view(torch.int16)
+        routes_TLK = routes_TLK[: inputs.layout.num_tokens]
+        if cache is not None:
+            cache.publish_values(RECORDED, routes_TLK)
+            routes_TLK = cache.in_front(RECORDED, routes_TLK)
+        routes_NLK = F.pad(routes_TLK, (0, 0, 0, 0, 0, 1)).index_select(0, inputs.places)
+        outputs[ROUTES] = torch.nested.nested_tensor_from_jagged(routes_NLK, fields["input_ids"].offsets())
+        return outputs
+
+
 class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWithLMHead):
     """Language-model engine in packed mode; how it shards, loads and saves is VeOmni's."""
 
@@ -129,40 +173,6 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
         finally:
             router.clear()
 
-    def _inputs(self, layout: Layout, sequences: Sequences, *args: Any, **kwargs: Any) -> ModelInputs:
-        """Also tells the routers, whose forward comes next, what they take."""
-        inputs, router = super()._inputs(layout, sequences, *args, **kwargs), self._router_replay
-        if router is None or router.action is RouterReplayAction.DISABLED:
-            return inputs
-        assert isinstance(layout, PackedLayout)
-        if sequences.routes is None:
-            router.begin_microbatch()
-            return replace(inputs, places=to_device(_places(layout, sequences.offsets), self._device))
-        routes_TLK = np.pad(sequences.routes[layout.token_index], [(0, inputs.num_padding), (0, 0), (0, 0)])
-        group = self.ulysses_parallel_group
-        start = 0 if group is None else inputs.num_own * dist.get_rank(group)
-        own_TLK = to_device(routes_TLK[start : start + inputs.num_own], self._device, torch.int16).long()
-        router.begin_microbatch(list(own_TLK.unbind(1)))
-        return inputs
-
-    def compute(
-        self, inputs: ModelInputs, micro_batch: TensorDict, loss_function: Callable | None
-    ) -> dict[str, torch.Tensor]:
-        """Where experts are recorded also those, (tokens, layers, experts of a token) of every sequence."""
-        outputs = super().compute(inputs, micro_batch, loss_function)
-        router, cache = self._router_replay, inputs.context.cache
-        if inputs.places is None:
-            if router is not None and router.num_fired != router.num_targets:
-                raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, {router.num_fired} of the model route")
-            return outputs
-        routes_TLK = router.take_recorded()
-        if (group := inputs.context.group) is not None:  # as bytes: NCCL sends no int16
-            of_all = gather_outputs_and_unpad(routes_TLK.view(torch.uint8), gather_dim=0, group=group)
-            routes_TLK = of_all.view(torch.int16)
-        routes_TLK = routes_TLK[: inputs.layout.num_tokens]
-        if cache is not None:
-            cache.publish_values(RECORDED, routes_TLK)
-            routes_TLK = cache.in_front(RECORDED, routes_TLK)
-        routes_NLK = F.pad(routes_TLK, (0, 0, 0, 0, 0, 1)).index_select(0, inputs.places)
-        outputs[ROUTES] = torch.nested.nested_tensor_from_jagged(routes_NLK, micro_batch["input_ids"].offsets())
-        return outputs
+    def _mini_batch(self, *args: Any) -> MiniBatch:
+        batch, router = super()._mini_batch(*args), self._router_replay
+        return batch if router is None else RoutedMiniBatch(**vars(batch), router=router)

@@ -30,7 +30,7 @@ class PrefixOrder:
         """Tokens (B,) that a sequence adds to those of all sequences before it."""
         return self.num_tokens - self.num_shared
 
-    def select(self, places: IntArray) -> "PrefixOrder":
+    def subset(self, places: IntArray) -> "PrefixOrder":
         """What some of the sequences share, those at ascending places (n,) of the order."""
         num_shared = np.zeros_like(places)
         if len(places) > 1:  # two sequences share what all neighbours between them share

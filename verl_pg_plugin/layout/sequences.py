@@ -77,13 +77,13 @@ class Sequences:
         numbers: dict[tuple[int, bytes], int] = {}
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
 
-    def lay_out(self, chunk: Chunk | None = None, first_label: int = 0, forward_only: bool = True) -> PackedLayout:
+    def build_layout(self, chunk: Chunk | None = None, first_label: int = 0, forward_only: bool = True) -> PackedLayout:
         """The packed tokens of one forward, see ``build_packed_layout``.
 
         Where no sequence has two tokens it is one token that nobody reads: a forward never runs on nothing.
         """
         if self.lengths.max() < 2:
-            idle = self._first_token_twice().lay_out()
+            idle = self._first_token_twice().build_layout()
             return replace(idle, num_sequences=len(self.lengths), num_logical_tokens=len(self.tokens))
         return build_packed_layout(
             self.tokens,
@@ -98,13 +98,13 @@ class Sequences:
             positions=self.positions,
         )
 
-    def lay_out_idle_prefill(self) -> PackedLayout:
+    def build_idle_prefill(self) -> PackedLayout:
         """One token that nobody reads, of the first sequence; all tokens of an image if it begins with one.
 
         For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all or none.
         """
         if self.lengths[0] < 2:
-            return replace(self._first_token_twice().lay_out_idle_prefill(), num_logical_tokens=1)
+            return replace(self._first_token_twice().build_idle_prefill(), num_logical_tokens=1)
         stop = 1 if self.inside is None else 1 + int(np.argmin(self.inside[1 : self.offsets[1]] > 0))
         layout = build_prefill(self.tokens, self.offsets, self.positions, start=0, stop=stop, first_label=stop)
         return replace(layout, publish=layout.publish[:0])

@@ -1,6 +1,6 @@
 """How layers let tokens see earlier ones, over packed tokens; a new way is its file and its line in ``MIXERS``.
 
-A layer that mixes tokens hands what it returns through ``AttentionContext.mixed``, outside of compiled code
+A layer that mixes tokens hands what it returns through ``ForwardContext.mixed``, outside of compiled code
 (``torch.compiler.disable``): index maps differ in every micro-batch.
 """
 

@@ -15,7 +15,6 @@ and the last inputs of the convolution, at every position at which a later chunk
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.attention.cache import CacheAccess, Place, StateExchange
-from verl_pg_plugin.attention.context import AttentionContext
+from verl_pg_plugin.attention.cache import CacheAccess, CacheKey, StateExchange
+from verl_pg_plugin.attention.context import ForwardContext
 from verl_pg_plugin.attention.gather import Gather, gather_tokens
 from verl_pg_plugin.attention.interface import WITHOUT_EFFECT
 from verl_pg_plugin.issue import SHARING_OFF
@@ -100,7 +99,7 @@ def convolve(
     ``convolution`` is the plain one, (B, D, L) -> (B, D, L), causal, with zeros before the first column.
     """
     if cache is not None:
-        x_TD, _ = cache.exchange_states(Place(layer, INPUTS), x.squeeze(0).transpose(0, 1), windows.tails)
+        x_TD, _ = cache.exchange_states(CacheKey(layer, INPUTS), x.squeeze(0).transpose(0, 1), windows.tails)
         x = x_TD[windows.num_read :].transpose(0, 1).unsqueeze(0)
     plain = convolution(x)
     # Viewed behind the convolution, so that this gradient comes first and gives its layout to the sum of both: with
@@ -230,12 +229,12 @@ def delta_rule_over(
     takes_any = "cu_seqlens" in inspect.signature(rule).parameters
     outs = []
     state = None
-    place = Place(layer, STATE)
+    key = CacheKey(layer, STATE)
     if cache is not None and depths.starts is not None:
         behind_cached = depths.starts.read
-        cached = cache.state(place._replace(position=behind_cached[0]))
+        cached = cache.state(key._replace(position=behind_cached[0]))
         zeros = cached.new_zeros(len(depths.depths[0].lengths) - len(behind_cached), *cached.shape[1:])
-        state, _ = cache.exchange_states(place, zeros.requires_grad_(torch.is_grad_enabled()), depths.starts)
+        state, _ = cache.exchange_states(key, zeros.requires_grad_(torch.is_grad_enabled()), depths.starts)
     for depth, part in zip(depths.depths, parts, strict=True):
         if depth.num_children is not None:
             state = _HandDown.apply(state, depth.num_children, len(depth.lengths))
@@ -247,38 +246,30 @@ def delta_rule_over(
         passes_on = depth is not depths.depths[-1] or depth.publish is not None
         out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
         if cache is not None and state is not None:
-            state, out = cache.exchange_states(place, state, depth.publish, beside=out)
+            state, out = cache.exchange_states(key, state, depth.publish, beside=out)
         lengths = (out.shape[1],) if takes_any else depth.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     return out if depths.back is None else gather_tokens(out, depths.back)
 
 
-class GatedDeltaLayer:
-    """Stands in for both functions of one module.
+class _LayerCall:
+    """One call of a Gated DeltaNet layer: the context and which layer runs; no dataclass, as ``ForwardContext``."""
 
-    Up to transformers 5.14 a module hands them no keywords of the model's forward. The tokens come from the decoder
-    layer's keyword ``prefix_grouper`` instead, by a hook in front of the layer. Since 5.23 a layer checkpoints behind
-    its hooks, so the hook stands in front of the module. Where layers are computed again, it runs again.
+    def __init__(self, context: ForwardContext, layer_idx: int) -> None:
+        self.context, self.layer_idx = context, layer_idx
+        self.convolved = False
+
+
+class GatedDeltaLayer:
+    """Stands in for both functions of a module, which read their call from the keyword ``prefix_grouper``.
+
+    Up to transformers 5.14 a module passes them no keywords. ``call`` carries it there, while the decoder layer runs.
     """
 
     def __init__(self, convolution: Any, rule: DeltaRule) -> None:
         self.convolution, self.rule = convolution or plain_convolution, rule
-        # Of the forward that is running. Its caller holds it: a layer that did would keep what it caches.
-        self.context: Callable[[], AttentionContext | None] = lambda: None
-        self.convolved = False
-        self.layer = -1
-
-    def hook(self, layer: nn.Module, layer_idx: int) -> None:
-        """Learn from a decoder layer, or the module in it, which one runs, and on what."""
-
-        @torch.compiler.disable
-        def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            context = kwargs.get("prefix_grouper")
-            self.context = weakref.ref(context) if context is not None else lambda: None
-            self.layer, self.convolved = layer_idx, False
-
-        layer.register_forward_pre_hook(enter, with_kwargs=True)
+        self.call: _LayerCall | None = None
 
     @torch.compiler.disable  # index maps differ in every micro-batch
     def convolve(
@@ -290,14 +281,15 @@ class GatedDeltaLayer:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding."""
-        context, num_tokens = self._packed(kwargs)
+        call, layout = self._packed(kwargs)
+        context, num_tokens = call.context, layout.num_tokens
         x = context.to_heads(x.transpose(1, 2)).transpose(1, 2)
         weight, bias = context.own_heads(weight), None if bias is None else context.own_heads(bias)
         windows = context.index(Windows.from_layout, weight.shape[-1], x.device)
         plain = functools.partial(self.convolution, weight=weight, bias=bias, activation=activation)
-        out = convolve(x[..., :num_tokens], windows, plain, context.cache, self.layer)
+        out = convolve(x[..., :num_tokens], windows, plain, context.cache, call.layer_idx)
         out = F.pad(out, (0, x.shape[-1] - num_tokens))
-        self.convolved = True
+        call.convolved = True
         return context.to_tokens(out.transpose(1, 2)).transpose(1, 2)
 
     @torch.compiler.disable
@@ -312,31 +304,31 @@ class GatedDeltaLayer:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding."""
-        context, num_tokens = self._packed(kwargs)
-        if not self.convolved:
+        call, layout = self._packed(kwargs)
+        context, num_tokens = call.context, layout.num_tokens
+        if not call.convolved:
             raise RuntimeError("a Gated DeltaNet layer convolved packed tokens by other means than causal_conv1d_fn")
-        self.convolved = False
         depths = context.index(Depths.from_layout, query.device)
         tensors = [context.to_heads(x) for x in (query, key, value, g, beta)]
         own = tuple(x[0, :num_tokens] for x in tensors)
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        out = delta_rule_over(depths, self.rule, own, context.cache, self.layer, **options)
+        out = delta_rule_over(depths, self.rule, own, context.cache, call.layer_idx, **options)
         num_padding = tensors[0].shape[1] - num_tokens
         out = F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, num_padding)).unsqueeze(0)
         return context.to_tokens(out), None
 
-    def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
-        context = kwargs.pop("prefix_grouper", self.context())
+    def _packed(self, kwargs: dict[str, Any]) -> tuple[_LayerCall, PackedLayout]:
+        call: _LayerCall | None = kwargs.pop("prefix_grouper", self.call)
         asked = {name for name, setting in kwargs.items() if setting is not None and setting is not False}
         if unsupported := sorted(asked - WITHOUT_EFFECT):
             raise RuntimeError(
                 f"a Gated DeltaNet layer asks for {', '.join(unsupported)}, which packed tokens lack; {SHARING_OFF}"
             )
-        if context is None or context.layout is None:
+        if call is None or call.context.layout is None:
             raise RuntimeError(
                 f"a Gated DeltaNet layer was made to mix packed tokens and got no layout of any; {SHARING_OFF}"
             )
-        return context, context.layout.num_tokens
+        return call, call.context.layout
 
 
 def install(model: nn.Module) -> None:
@@ -347,14 +339,38 @@ def install(model: nn.Module) -> None:
                 ops = GatedDeltaLayer(getattr(module, CONVOLUTION), getattr(module, DELTA_RULE))
                 setattr(module, CONVOLUTION, ops.convolve)
                 setattr(module, DELTA_RULE, ops.delta_rule)
-                ops.hook(layer, module.layer_idx)
+                _set_call_within(layer, ops, module.layer_idx)
             elif type(module).__name__.endswith("GatedDeltaNet"):  # the counter of layers sees one that is another
-                install_in_file(sys.modules[type(module).__module__]).hook(module, module.layer_idx)
+                install_in_file(sys.modules[type(module).__module__])
+                module.register_forward_pre_hook(_name_layer, with_kwargs=True)
+
+
+def _set_call_within(layer: nn.Module, ops: GatedDeltaLayer, layer_idx: int) -> None:
+    """Set the call of ``ops`` while a decoder layer runs, however that ends."""
+
+    @torch.compiler.disable
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        context = kwargs.get("prefix_grouper")
+        ops.call = None if context is None else _LayerCall(context, layer_idx)
+
+    @torch.compiler.disable
+    def leave(*_: Any) -> None:
+        ops.call = None
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(leave, always_call=True)
+
+
+@torch.compiler.disable
+def _name_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before a module runs, put its call in place of the context, which has no layer."""
+    context = kwargs.get("prefix_grouper")
+    return None if context is None else (args, {**kwargs, "prefix_grouper": _LayerCall(context, module.layer_idx)})
 
 
 @functools.cache  # its functions are replaced once in a process
-def install_in_file(modeling: Any) -> GatedDeltaLayer:
-    """The same for all layers of a model's file at once, which hand both functions the context; others run as before.
+def install_in_file(modeling: Any) -> None:
+    """Replace both functions of a model's file for all its layers; calls without ``prefix_grouper`` run as before.
 
     Behind the name of transformers' own rule may be fla's, which the signature does not tell.
     """
@@ -367,4 +383,3 @@ def install_in_file(modeling: Any) -> GatedDeltaLayer:
     ops = GatedDeltaLayer(getattr(modeling, CONVOLUTION, None), rule)
     upstream.run_when_shared(modeling, CONVOLUTION, ops.convolve, "weight", "bias", "activation")
     upstream.run_when_shared(modeling, DELTA_RULE_OF_FILE, ops.delta_rule, "query", "key", "value", "g", "beta")
-    return ops

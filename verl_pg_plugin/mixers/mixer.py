@@ -19,7 +19,7 @@ class PairCost:
 class Mixer:
     """How some layers of a model let tokens see earlier ones; functions of a config take that of the text."""
 
-    name: str  # the key in ``MIXERS`` and in ``AttentionContext.calls``
+    name: str  # the key in ``MIXERS`` and in ``ForwardContext.calls``
     layer_types: frozenset[str]  # entries of a config's ``layer_types`` that it computes
     # Why its layers cannot share tokens; empty if they can.
     obstacles: Callable[[PretrainedConfig], list[str]] = lambda config: []

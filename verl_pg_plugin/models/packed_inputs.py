@@ -25,7 +25,7 @@ from verl.utils.ulysses import (
     ulysses_pad_and_slice_inputs,
 )
 
-from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention
+from verl_pg_plugin.attention.context import ForwardContext, PackedAttention, PaddedGroupsAttention
 from verl_pg_plugin.attention.interface import ATTENTION_NAME, packed_attention
 from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 from verl_pg_plugin.layout import PackedLayout
@@ -49,7 +49,7 @@ class PackedInputs:
 
     input_ids: torch.Tensor | None  # (1, L) packed tokens, or what the caller passed where nothing is packed
     position_ids: torch.Tensor | None  # of the same
-    prefix_grouper: AttentionContext | None = None  # in place of a mask; None runs transformers' own attention
+    prefix_grouper: ForwardContext | None = None  # in place of a mask; None runs transformers' own attention
     padded: tuple[Any, ...] = ()  # (T,) places of the tokens in the caller's flattened (B, S), B and S, if padded
     num_sp_padding: int | None = None  # tokens appended for ranks to hold equally many, if they were spread here
 
@@ -101,14 +101,14 @@ def shared_inputs(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
-    prefix_grouper: PrefixGrouper | PackedLayout | AttentionContext,
+    prefix_grouper: PrefixGrouper | PackedLayout | ForwardContext,
 ) -> PackedInputs:
     """Tokens that a ``prefix_grouper`` describes; positions (1, T) default to those of a layout."""
-    if not isinstance(prefix_grouper, (AttentionContext, PackedLayout)):
+    if not isinstance(prefix_grouper, (ForwardContext, PackedLayout)):
         return _padded_groups(config, input_ids, attention_mask, position_ids, prefix_grouper)
     if attention_mask is not None:
         raise ValueError("this prefix_grouper says which tokens exist: pass attention_mask=None with it")
-    if isinstance(prefix_grouper, AttentionContext):
+    if isinstance(prefix_grouper, ForwardContext):
         if position_ids is None or position_ids.shape != input_ids.shape:
             raise ValueError("prepared tokens need position_ids of the shape of input_ids")
         return PackedInputs(input_ids, position_ids, prefix_grouper)
@@ -133,7 +133,7 @@ def _padded_groups(
 
     if not isinstance(grouper, PrefixGrouper):
         name = type(grouper).__qualname__
-        raise TypeError(f"prefix_grouper must be a PrefixGrouper, PackedLayout or AttentionContext, not {name}")
+        raise TypeError(f"prefix_grouper must be a PrefixGrouper, PackedLayout or ForwardContext, not {name}")
     padding_mask = grouper.padding_mask
     if input_ids.shape != padding_mask.shape:
         raise ValueError(
@@ -167,7 +167,7 @@ def kernel_of(implementation: str, device_type: str) -> Kernel:
 
 
 def _over_ranks(
-    input_ids: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext, padded: tuple[Any, ...] = ()
+    input_ids: torch.Tensor, position_ids: torch.Tensor, context: ForwardContext, padded: tuple[Any, ...] = ()
 ) -> PackedInputs:
     """Pad (1, T) tokens to a multiple of verl's Ulysses group and keep this rank's slice, if there is a group."""
     sp_size, num_padding = get_ulysses_sequence_parallel_world_size(), None
@@ -185,7 +185,7 @@ class PackedAttentionMixin(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        prefix_grouper: AttentionContext | None = None,
+        prefix_grouper: ForwardContext | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, hidden size) to the same and, without a grouper, transformers' attention weights."""
@@ -231,7 +231,7 @@ class PackedInputsMixin:
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        prefix_grouper: PrefixGrouper | PackedLayout | AttentionContext | None = None,
+        prefix_grouper: PrefixGrouper | PackedLayout | ForwardContext | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -248,7 +248,7 @@ class PackedInputsMixin:
             use_cache: None asks for no cache when the batch is packed.
             logits_to_keep: the last n positions, or indices of positions; 0 for all.
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
-                groups. ``PackedLayout``: packed tokens. ``AttentionContext``: tokens, or this rank's slice of them,
+                groups. ``PackedLayout``: packed tokens. ``ForwardContext``: tokens, or this rank's slice of them,
                 that the caller prepared; they are run as they are.
             cache: ``past_key_values``, as transformers calls them since 5.24.
 

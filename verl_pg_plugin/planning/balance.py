@@ -207,7 +207,7 @@ def _balance(
     """The bins of each rank by mini-batch: bins of like cost make one, and no rank has the most expensive of each."""
     places = np.argsort(bin_of, kind="stable").reshape(num_ranks * num_mini_batches, -1)
     costs, num_tokens = np.empty(len(places)), 0
-    for number, together in enumerate(map(order.select, places)):
+    for number, together in enumerate(map(order.subset, places)):
         labels = np.minimum(response_lengths[together.sequences], together.num_new)
         costs[number] = price(together.num_shared, together.num_new, labels).sum()
         num_tokens += int(together.num_new.sum())

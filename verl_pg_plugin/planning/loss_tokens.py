@@ -31,7 +31,7 @@ def cut_for_loss(
     joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
     missing = at_least - np.count_nonzero(~joins)
     joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # other ranks need a micro-batch for each
-    others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
+    others, joining = (order.subset(np.flatnonzero(places)) for places in (~joins, joins))
     num_tokens = int(joining.num_new.sum())
     is_small = 8 * num_tokens <= most
     number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
@@ -56,7 +56,7 @@ def _join(joining: PrefixOrder, groups: list[list[MicroBatch]], most: int) -> tu
     parts = [part for group in groups for part in group]
     held, sequences = [part.num_tokens for part in parts], [list(part.sequences) for part in parts]
     run_of = np.cumsum(joining.num_new) * 8 // (most + 1)
-    for run in (joining.select(np.flatnonzero(run_of == run)) for run in np.unique(run_of)):
+    for run in (joining.subset(np.flatnonzero(run_of == run)) for run in np.unique(run_of)):
         fewest = held.index(min(held))
         held[fewest] += int(run.num_new.sum())
         sequences[fewest] += run.sequences.tolist()

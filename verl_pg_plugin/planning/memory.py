@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.attention.tree import GATHERED_IN_BACKWARD
+from verl_pg_plugin.attention.plan import GATHERED_IN_BACKWARD
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import ATTENTION, attention_needs
 from verl_pg_plugin.planning.activation_level import Level

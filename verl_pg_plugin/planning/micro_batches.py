@@ -96,7 +96,7 @@ def cut_micro_batches(
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
 
 
-def lay_out(group: list[MicroBatch], sequences: Sequences, forward_only: bool) -> list[PackedLayout]:
+def build_layouts(group: list[MicroBatch], sequences: Sequences, forward_only: bool) -> list[PackedLayout]:
     """The packed tokens of each chunk of a split group, in forward order, or of one ordinary micro-batch.
 
     ``sequences`` are those of the mini-batch.
@@ -104,7 +104,7 @@ def lay_out(group: list[MicroBatch], sequences: Sequences, forward_only: bool) -
     of_split_group = [s for part in group if part.chunk for s in part.sequences[: part.chunk.num_sequences]]
     first_label = int(sequences.prompt_lengths[of_split_group].min()) - 1 if of_split_group else 0
     selected = ((sequences.select(micro_batch.sequences), micro_batch.chunk) for micro_batch in group)
-    return share_states([part.lay_out(chunk, first_label, forward_only) for part, chunk in selected])
+    return share_states([part.build_layout(chunk, first_label, forward_only) for part, chunk in selected])
 
 
 class _Span(NamedTuple):
@@ -342,4 +342,4 @@ class _Planner:
 
     def select(self, spans: list[_Span]) -> PrefixOrder:
         places = [place for span in spans for place in range(span.first, span.stop)]
-        return self.order.select(np.array(sorted(places), dtype=np.int64))
+        return self.order.subset(np.array(sorted(places), dtype=np.int64))

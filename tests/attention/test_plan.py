@@ -10,7 +10,7 @@ from tests.attention.dense import cut
 from tests.layout.tries import Batch, batch_of, batches
 from tests.planning.configs import CONFIGS
 from verl_pg_plugin.attention.gather import Gather, gather_tokens
-from verl_pg_plugin.attention.tree import GATHERED_IN_BACKWARD, read_in_place
+from verl_pg_plugin.attention.plan import GATHERED_IN_BACKWARD, read_in_place
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.planning.memory import TokenBytes
 

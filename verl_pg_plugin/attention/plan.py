@@ -52,44 +52,44 @@ place, as large as the kernel's own error, and tokens right below a short one ha
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A varlen problem and its place in a packed forward."""
+class VarlenCall:
+    """One call of a varlen kernel: a problem, and which tokens of a packed forward it reads."""
 
     rows: slice  # its queries, of the T packed tokens
     keys: slice | Gather  # its keys, of the [c cached | T packed] tokens; a ``Gather`` where they are copied
     problem: Varlen  # their segments, and whether it is causal; a layer's options say the rest
 
     def read(self, *of_tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values of the piece."""
+        """Return the keys and values that the call reads."""
         if isinstance(self.keys, slice):
             return [x[self.keys] for x in of_tokens]
         return [x.index_select(0, self.keys.tokens) for x in of_tokens]
 
 
 @dataclass
-class Tree:
-    """The pieces of one packed forward."""
+class AttentionPlan:
+    """The kernel calls of one packed forward and of its backward."""
 
-    forward: list[Piece]  # they cover every token once
+    forward: list[VarlenCall]  # they cover every token once
     layout: PackedLayout | None = None  # to make those of the backward from; None where they are the same
     seen: np.ndarray | None = None  # (K,) which of its keys a window leaves; None for all
     device: torch.device | str = "cpu"
 
     @classmethod
-    def of(cls, layout: PackedLayout, device: torch.device | str, window: int = -1) -> "Tree":
+    def of(cls, layout: PackedLayout, device: torch.device | str, window: int = -1) -> "AttentionPlan":
         """Sends index maps to ``device`` without waiting; keys that a ``window`` hides from a segment are left out."""
         seen = None
         if window >= 0:
             num_keys = np.diff(layout.cu_seqlens_k)
             first = layout.cu_seqlens_k[:-1] + num_keys - np.diff(layout.cu_seqlens_q) - window
             seen = np.arange(len(layout.kv_index)) >= np.repeat(first, num_keys)
-        pieces = _causal_pieces(layout, seen, GATHERED_PER_TOKEN * _num_keys(layout), device)
-        shares = len(pieces) > 1 or isinstance(pieces[0].keys, Gather)
-        return cls(pieces, layout if shares else None, seen, device)
+        calls = _causal_calls(layout, seen, GATHERED_PER_TOKEN * _num_keys(layout), device)
+        shares = len(calls) > 1 or isinstance(calls[0].keys, Gather)
+        return cls(calls, layout if shares else None, seen, device)
 
     @cached_property
-    def backward(self) -> list[Piece]:
-        """Pieces that together hold each (query, key) pair once; the first ones cover every token. Made when first
+    def backward(self) -> list[VarlenCall]:
+        """Calls that together hold each (query, key) pair once; the first ones cover every token. Made when first
         asked for: a forward without gradient needs none."""
         if self.layout is None:
             return self.forward
@@ -97,7 +97,7 @@ class Tree:
         most = most_in_backward(self.layout)
         if not in_place and all(isinstance(p.keys, slice) or len(p.keys.tokens) <= most for p in self.forward):
             return self.forward
-        return [*_causal_pieces(self.layout, rest, most, self.device), *in_place]
+        return [*_causal_calls(self.layout, rest, most, self.device), *in_place]
 
 
 def most_in_backward(layout: PackedLayout) -> float:
@@ -110,15 +110,15 @@ def _num_keys(layout: PackedLayout) -> int:
     return layout.num_cached + layout.num_tokens
 
 
-def _causal_pieces(
+def _causal_calls(
     layout: PackedLayout, kept: np.ndarray | None, most: float, device: torch.device | str
-) -> list[Piece]:
+) -> list[VarlenCall]:
     """Segments with the ``kept`` (K,) of their keys, or all, as many at once as have ``most`` keys."""
     kv, cu_q, cu_k = layout.kv_index, layout.cu_seqlens_q, layout.cu_seqlens_k
     if kept is not None:
         kv, cu_k = kv[kept], np.append(0, np.cumsum(np.add.reduceat(kept, cu_k[:-1], dtype=np.int64)))
     on_device = to_device(kv, device, torch.int32)
-    pieces, start = [], 0
+    calls, start = [], 0
     while start < len(cu_q) - 1:
         stop = max(int(np.searchsorted(cu_k, cu_k[start] + most, side="right")) - 1, start + 1)
         first, last = int(cu_k[start]), int(cu_k[stop])
@@ -126,9 +126,9 @@ def _causal_pieces(
         adjoin = np.array_equal(kv[first:last], np.arange(keys.start, keys.stop))
         there = keys if adjoin else Gather(on_device[first:last], _num_keys(layout))
         problem = _varlen(cu_q[start : stop + 1] - rows.start, cu_k[start : stop + 1] - first, device)
-        pieces.append(Piece(rows, there, problem))
+        calls.append(VarlenCall(rows, there, problem))
         start = stop
-    return pieces
+    return calls
 
 
 def _varlen(cu_q: IntArray, cu_k: IntArray, device: torch.device | str, causal: bool = True) -> Varlen:
@@ -137,10 +137,10 @@ def _varlen(cu_q: IntArray, cu_k: IntArray, device: torch.device | str, causal: 
     return Varlen(*on_device, longest_q, longest_k, causal=causal)
 
 
-def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> tuple[list[Piece], np.ndarray]:
-    """Pieces that read prefixes and save enough gathered keys, and which (K,) of the keys are left.
+def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> tuple[list[VarlenCall], np.ndarray]:
+    """Calls that read prefixes and save enough gathered keys, and which (K,) of the keys are left.
 
-    A piece has the prefixes of one level: those below as many others that are long enough. So none lies below another.
+    A call has the prefixes of one level: those below as many others that are long enough. So none lies below another.
     Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
     """
     num_cached, num_read = layout.num_cached, layout.num_cached_keys
@@ -164,9 +164,9 @@ def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> t
 
     saved = np.where(is_long, lengths * num_below, 0)
     saved_by_level = np.bincount(level, saved)
-    found: list[Piece] = []
+    found: list[VarlenCall] = []
     is_read = np.zeros(len(parents), dtype=bool)
-    left = len(layout.kv_index)  # keys that no piece reads in place
+    left = len(layout.kv_index)  # keys that no call reads in place
     for at_level in np.argsort(-saved_by_level, kind="stable"):
         enough = SAVED_PER_TOKEN if left <= most_in_backward(layout) else SAVED_OVER_LIMIT
         if saved_by_level[at_level] < max(enough * layout.num_tokens, 1):
@@ -180,7 +180,9 @@ def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> t
     return found, ~is_read[node_of[layout.kv_index]] | (layout.kv_index >= own)
 
 
-def _reads(prefixes: IntArray, stop: IntArray, bounds: IntArray, num_cached: int, device: torch.device | str) -> Piece:
+def _reads(
+    prefixes: IntArray, stop: IntArray, bounds: IntArray, num_cached: int, device: torch.device | str
+) -> VarlenCall:
     """What lies below each prefix reads it, up to ``stop``; tokens in between are no keys here, or queries without."""
     first, last = bounds[prefixes], bounds[prefixes + 1]
     queries = np.stack([np.maximum(last, num_cached), stop[prefixes], stop[prefixes]], axis=1).reshape(-1)[:-1]
@@ -188,4 +190,4 @@ def _reads(prefixes: IntArray, stop: IntArray, bounds: IntArray, num_cached: int
     moves = np.append(True, (np.diff(queries) > 0) | (np.diff(keys) > 0))
     queries, keys = queries[moves] - num_cached, keys[moves]
     rows, there = slice(int(queries[0]), int(queries[-1])), slice(int(keys[0]), int(keys[-1]))
-    return Piece(rows, there, _varlen(queries - rows.start, keys - there.start, device, causal=False))
+    return VarlenCall(rows, there, _varlen(queries - rows.start, keys - there.start, device, causal=False))

@@ -1,0 +1,132 @@
+"""Run one micro-batch: take its sequences, prefill what it reads, call the model and the loss, and go backward."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+
+from verl_pg_plugin.attention.cache import PrefixCache
+from verl_pg_plugin.attention.kernels import Kernel
+from verl_pg_plugin.engine.activations import LayerCheckpoints, PinnedCopier
+from verl_pg_plugin.engine.heads import ForwardOutputs
+from verl_pg_plugin.engine.inputs import ModelInputs, SequenceSelector, make_context, make_inputs
+from verl_pg_plugin.engine.metrics import MiniBatchCosts
+from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
+from verl_pg_plugin.engine.prepare import SharedModel
+from verl_pg_plugin.engine.verify import Noise, Responses, Verifier, read_responses
+from verl_pg_plugin.layout import Layout, Sequences
+from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.planning.activation_level import Level
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """Settings, plan and cache that all micro-batches of a mini-batch share, and the forward of the model."""
+
+    module: nn.Module
+    forward_outputs: ForwardOutputs  # ``heads.language_model_outputs`` or ``heads.value_outputs``
+    shared_model: SharedModel
+    modality: Modality
+    kernel: Kernel
+    device: torch.device
+    dtype: torch.dtype  # of autocast
+    sp_group: dist.ProcessGroup | None  # Ulysses ranks that share the tokens
+    token_multiple: int  # tokens are padded to a multiple of it
+    plan: Plan
+    selector: SequenceSelector
+    costs: MiniBatchCosts
+    verifier: Verifier
+    loss_function: Callable | None
+    forward_only: bool
+    dp_group: dist.ProcessGroup | None  # for the loss
+    copier: PinnedCopier | None
+    backward: Callable[[torch.Tensor], None]
+    cache: PrefixCache = field(default_factory=PrefixCache)
+
+    @property
+    def kind(self) -> str:
+        return "forward-only" if self.forward_only else "update"
+
+    def take(self, indices: list[int]) -> tuple[Sequences, TensorDict]:
+        """Return some sequences as numbers on the host, and verl's fields of them on the device."""
+        return self.plan.sequences.select(indices), self.selector.take(indices, self.device)
+
+    def inputs(self, layout: Layout, sequences: Sequences, **of_context: Any) -> ModelInputs:
+        """Make the context of a forward and the model's inputs around it; ``of_context`` as of ``make_context``."""
+        context = make_context(layout, self.kernel, self.device, self.sp_group, **of_context)
+        return make_inputs(context, layout, sequences, self.modality, self.device, self.plan.shown, self.token_multiple)
+
+    def compute(self, inputs: ModelInputs, fields: TensorDict) -> dict[str, torch.Tensor]:
+        """Return named outputs of every sequence, jagged (B, length) as verl's losses read them."""
+        names, outputs_NC = self.forward_outputs(self.module, inputs, fields, self.loss_function)
+        self.shared_model.check_every_layer_mixed(inputs.context)
+        values_CL, offsets = inputs.on_sequences(outputs_NC), fields["input_ids"].offsets()
+        return {name: torch.nested.nested_tensor_from_jagged(values_CL[i], offsets) for i, name in enumerate(names)}
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+
+def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, Any]:
+    """Run one micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
+    forward_only, costs = batch.forward_only, batch.costs
+    sequences, fields = batch.take(planned.sequences)
+    # A chunk of an update takes its own tokens off the cache. The tokens that it reads are cached, or prefilled here.
+    # Forwards without gradient run first: FSDP2 expects the backward right after its forward.
+    consumed = [] if forward_only else batch.cache.consume(planned.layout)
+    _prefill(batch, planned)
+    access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
+    checkpoint = None if planned.level is Level.ALL else LayerCheckpoints(planned.level, batch.copier).run
+    inputs = batch.inputs(planned.layout, sequences, cache=access, checkpoint=checkpoint)
+    loss, metrics = torch.ones((), device=batch.device), {}  # filled on the device: copying a number would block
+    with batch.autocast():
+        outputs = batch.compute(inputs, fields)
+        if batch.loss_function is not None:
+            loss, metrics = batch.loss_function(model_output=outputs, data=fields, dp_group=batch.dp_group)
+    if not forward_only:
+        batch.backward(loss)
+
+    outputs = {name: values.detach() for name, values in outputs.items()}
+    if samples := batch.verifier.choose(planned, sequences, batch.kind):
+        got = read_responses(outputs, samples, sequences.prompt_lengths)
+        alone = partial(_compute_alone, batch, [planned.sequences[sample] for sample in samples])
+        costs.num_verified += len(set(samples))
+        max_error = batch.verifier.check(got, alone, planned, samples, fields, batch.kind)
+        costs.verify_max_error = max(costs.verify_max_error, max_error)
+    costs.num_padding += inputs.num_padding
+    return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
+
+
+def _prefill(batch: MiniBatch, planned: PlannedMicroBatch) -> None:
+    """Compute without gradient the tokens that a chunk reads and no earlier chunk has published, if any."""
+    if (layout := planned.prefill) is None:
+        return
+    sequences, fields = batch.take(planned.sequences[:1])  # the path is a prefix of a chunk's first sequence
+    access = batch.cache.access(layout, publishes=True, prefill=True)
+    inputs = batch.inputs(layout, sequences, cache=access)
+    training = batch.module.training
+    batch.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
+    try:
+        with torch.no_grad(), batch.autocast():
+            batch.compute(inputs, fields)
+    finally:
+        batch.module.train(training)
+
+
+def _compute_alone(batch: MiniBatch, chosen: list[int], make_noise: Callable[[], Noise] | None) -> Responses:
+    """Compute some samples, each in a forward of its own, with noise in its layers if any is given."""
+    responses: dict[str, list[torch.Tensor]] = {}
+    for index in chosen:
+        sequences, fields = batch.take([index])
+        inputs = batch.inputs(sequences.unshared().build_layout(), sequences, perturb=make_noise and make_noise())
+        with torch.no_grad(), batch.autocast():
+            outputs = batch.compute(inputs, fields)
+        for name, values in read_responses(outputs, [0], sequences.prompt_lengths).items():
+            responses.setdefault(name, []).extend(values)
+    return responses
