@@ -3,11 +3,14 @@
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import make_options_page
 import pytest
 
-from verl_pg_plugin.config.options import OPTION_NAMES
+from verl_pg_plugin.config import options
+from verl_pg_plugin.config.options import OPTION_NAMES, PrefixGrouperOptions
 from verl_pg_plugin.engine.metrics import TOTALS, mini_batch_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +82,21 @@ def test_the_page_of_options_is_fresh_and_has_each_once() -> None:
     assert done.returncode == 0, done.stderr
     named = re.findall(r"^\| `(\w+)` \| `", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
     assert named == list(OPTION_NAMES)
+
+
+def test_an_option_that_is_not_described_or_takes_every_value_stops_the_page_with_its_name(monkeypatch) -> None:
+    @dataclass(frozen=True)
+    class More(PrefixGrouperOptions):
+        new: int = 0
+
+    monkeypatch.setattr(options, "OPTION_NAMES", (*OPTION_NAMES, "new"))
+    monkeypatch.setattr(make_options_page, "PrefixGrouperOptions", More)
+    More.__doc__ = PrefixGrouperOptions.__doc__
+    with pytest.raises(SystemExit, match=r"^new: not described\. Fix: "):
+        make_options_page.page()
+    More.__doc__ = PrefixGrouperOptions.__doc__.replace("\n\n    Raises:", "\n        new: nothing.\n\n    Raises:")
+    with pytest.raises(SystemExit, match=r"^new: every value is taken\. Fix: "):
+        make_options_page.page()
 
 
 def test_every_metric_that_the_code_writes_is_named_once() -> None:
