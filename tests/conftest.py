@@ -1,5 +1,6 @@
 """Platform and process group of the test process, and the checkpoint of a critic."""
 
+import gc
 import os
 import socket
 
@@ -8,6 +9,12 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports made, about a million objects, out of every later garbage collection: 0.5 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

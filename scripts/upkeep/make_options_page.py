@@ -36,12 +36,17 @@ def descriptions() -> dict[str, str]:
     text = (PrefixGrouperOptions.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
     entries = re.split(r"\n        (?=\w+: )", text.rstrip())[1:]
     pairs = (entry.partition(": ") for entry in entries)
-    return {name: " ".join(rest.split()) for name, _, rest in pairs}
+    said = {name: " ".join(rest.split()) for name, _, rest in pairs}
+    if missing := [option.name for option in fields(PrefixGrouperOptions) if option.name not in said]:
+        sys.exit(f"{', '.join(missing)}: not described. Fix: add it to Args in the docstring of PrefixGrouperOptions")
+    return said
 
 
 def taken_by(name: str) -> str:
     """The values that an option takes, as the error for a wrong one names them."""
-    (issue,) = option_issues({name: object()})
+    issue = next(option_issues({name: object()}), None)
+    if issue is None:
+        sys.exit(f"{name}: every value is taken. Fix: refuse wrong ones in _WORDS or _fault of config/options.py")
     listed = issue.why.partition("the values are ")[2]
     return listed or issue.fix.partition("=")[2].replace("<", "").replace(">", "")
 
