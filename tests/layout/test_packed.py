@@ -69,7 +69,7 @@ def test_a_rank_without_a_prefill_runs_one_token_or_image_that_nobody_reads(part
 def test_where_no_sequence_has_two_tokens_one_is_computed_that_nobody_reads() -> None:
     alone = batch_of(((5,), ()), ((6,), ())).as_numbers
     first = batch_of(((5,), ()), ((6, 7), (8,))).as_numbers
-    prefills = [(sequences.lay_out_idle_prefill(), 1) for sequences in (alone, first)]
+    prefills = [(sequences.build_idle_prefill(), 1) for sequences in (alone, first)]
     for idle, num_logical in ((alone.lay_out(), 2), *prefills):
         assert (idle.input_ids.tolist(), idle.position_ids.tolist(), idle.token_index.tolist()) == ([5], [0], [0])
         assert (idle.num_logical_tokens, idle.shares_tokens, idle.is_chunk) == (num_logical, False, False)
