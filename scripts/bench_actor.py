@@ -57,7 +57,7 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.skeleton import text_skeleton
 
 logger = logging.getLogger(__name__)
-ROW_METRICS = ("physical_tokens", "patches", "host_gib")
+ROW_METRICS = ("computed_tokens", "patches", "host_gib")
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class Row:
     host_gib: float
     level: str
     memory_ratio: float
-    logical_tokens: int
-    physical_tokens: float
+    total_tokens: int
+    computed_tokens: float
     patches: float
-    logical_patches: int
-    physical_tflops_per_s: float
+    total_patches: int
+    computed_tflops_per_s: float
     slowest_over_mean: float
     graphs_compiled: int
     layers_compiled: bool
@@ -326,13 +326,13 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 speedup=base["seconds_median"] / numbers["seconds_median"] if base else float("nan"),
                 flop_bound=sum(work.alone[phase]) / sum(done[phase]),
                 memory_ratio=numbers["peak_gib"] / base["peak_gib"] if base and base["peak_gib"] else float("nan"),
-                logical_tokens=work.logical_tokens,
-                logical_patches=patches[case_name],
-                physical_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / args.ulysses / 1e12,
+                total_tokens=work.total_tokens,
+                total_patches=patches[case_name],
+                computed_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / args.ulysses / 1e12,
                 slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
                 **numbers
                 | {
-                    "physical_tokens": work.logical_tokens if path.stock else numbers["physical_tokens"],
+                    "computed_tokens": work.total_tokens if path.stock else numbers["computed_tokens"],
                     "patches": patches[case_name] if path.stock else numbers["patches"],
                 },
                 **about,
@@ -353,7 +353,7 @@ def report(rows: list[Row], path: Path | None) -> None:
     table = Table(
         *("case", "path", "phase", "median s", "quartiles", "speed-up", "bound", "GiB", "ratio", "level", "host GiB"),
         *("TFLOP/s", "slow"),
-        *(["patches"] if any(row.logical_patches for row in rows) else []),
+        *(["patches"] if any(row.total_patches for row in rows) else []),
     )
     for row in sorted(rows, key=lambda row: (row.case, row.phase, not row.path.startswith("rmpad"))):
         table.add_row(
@@ -368,9 +368,9 @@ def report(rows: list[Row], path: Path | None) -> None:
             f"{row.memory_ratio:.2f}",
             row.level,
             f"{row.host_gib:.1f}",
-            f"{row.physical_tflops_per_s:.2f}",
+            f"{row.computed_tflops_per_s:.2f}",
             f"{row.slowest_over_mean:.3f}",
-            *([str(row.patches)] if any(row.logical_patches for row in rows) else []),
+            *([str(row.patches)] if any(row.total_patches for row in rows) else []),
         )
     console = Console(width=150)
     console.print(table)

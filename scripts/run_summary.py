@@ -4,8 +4,8 @@
 
 CONFIG.yaml is the config that Hydra saved for the run; ``mode`` comes from its two flags.
 ``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps (at least one, at most
-five), times are medians in seconds over all steps, ``dedup_ratio`` is the mean of logical over physical tokens, and
-``rows_saved`` is how many of a mini-batch's tokens the model never computed (mean). What a run does not log is
+five), times are medians in seconds over all steps, ``dedup_ratio`` is the mean of total over computed tokens, and
+``tokens_saved`` is how many of a mini-batch's tokens the model never computed (mean). What a run does not log is
 ``null``. Lines before the summary say the same for people. A run whose ``trainer.logger`` has no ``file`` gets a line
 that says so instead.
 """
@@ -23,8 +23,8 @@ from verl_pg_plugin.cli.demo import REWARD, read_steps
 from verl_pg_plugin.config import mode_of
 
 DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
-LOGICAL_TOKENS = "actor/prefix_grouper/logical_tokens"
-PHYSICAL_TOKENS = "actor/prefix_grouper/physical_tokens"
+TOTAL_TOKENS = "actor/prefix_grouper/total_tokens"
+COMPUTED_TOKENS = "actor/prefix_grouper/computed_tokens"
 ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
 TIMING = "timing_s/"
 PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights", "step")
@@ -47,15 +47,15 @@ def summarize(steps: list[dict[str, Any]], mode: str) -> dict[str, Any]:
 
     rewards = values(REWARD)
     window = max(1, min(5, len(rewards) // 5))
-    logical, physical = values(LOGICAL_TOKENS), values(PHYSICAL_TOKENS)
+    total, computed = values(TOTAL_TOKENS), values(COMPUTED_TOKENS)
     backends = {key.removeprefix(ATTENTION_BACKEND) for step in steps for key in step if ATTENTION_BACKEND in key}
     return {
         "steps": len(steps),
         "mode": mode,
         "attention_backend": ",".join(sorted(backends)) or None,
         "dedup_ratio": round(fmean(values(DEDUP_RATIO)), 4) if values(DEDUP_RATIO) else None,
-        "rows_saved": round(fmean(logical) - fmean(physical)) if logical and physical else None,
-        "rows_saved_share": round(1 - sum(physical) / sum(logical), 4) if logical and physical else None,
+        "tokens_saved": round(fmean(total) - fmean(computed)) if total and computed else None,
+        "tokens_saved_fraction": round(1 - sum(computed) / sum(total), 4) if total and computed else None,
         "reward_first": round(fmean(rewards[:window]), 4),
         "reward_last": round(fmean(rewards[-window:]), 4),
         **{f"time_{name}": middle(TIMING + name) for name in PHASES},
@@ -68,10 +68,10 @@ def describe(summary: dict[str, Any]) -> list[str]:
         f"{summary['mode']} mode, {summary['steps']} steps: "
         f"reward {summary['reward_first']:.3f} at first, {summary['reward_last']:.3f} at last"
     ]
-    if summary["rows_saved"] is not None:
+    if summary["tokens_saved"] is not None:
         lines.append(
-            f"shared prefixes: {summary['rows_saved']:,} tokens a mini-batch never computed "
-            f"({summary['rows_saved_share']:.0%}), each token computed stands for {summary['dedup_ratio']:.2f} tokens"
+            f"shared prefixes: {summary['tokens_saved']:,} tokens a mini-batch never computed "
+            f"({summary['tokens_saved_fraction']:.0%}), dedup ratio {summary['dedup_ratio']:.2f}"
         )
     times = [(name, summary[f"time_{name}"]) for name in PHASES if summary[f"time_{name}"] is not None]
     if times:

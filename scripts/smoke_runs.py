@@ -204,9 +204,9 @@ def run_images(run: SmokeRun, timeout_s: float) -> str:
     run = replace(run, script="run_qwen3_vl_pg.sh", response_tokens=4, overrides=(*images, *run.overrides))
     steps = finish(run, timeout_s)
     for step in steps:
-        patches, logical = (step[f"actor/prefix_grouper/{name}"] for name in ("patches", "logical_patches"))
-        require(logical > 2 * patches > 0, f"computes {patches:.0f} patches for {logical:.0f}")
-    return f"dedup ratio {steps[-1]['actor/prefix_grouper/dedup_ratio']:.1f}, of patches {logical / patches:.1f}"
+        patches, total = (step[f"actor/prefix_grouper/{name}"] for name in ("patches", "total_patches"))
+        require(total > 2 * patches > 0, f"computes {patches:.0f} patches for {total:.0f}")
+    return f"dedup ratio {steps[-1]['actor/prefix_grouper/dedup_ratio']:.1f}, of patches {total / patches:.1f}"
 
 
 RUNS = {"tools": run_tools, "lora": run_lora, "critic": run_critic, "images": run_images}

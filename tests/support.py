@@ -202,7 +202,7 @@ def splitting(engine: Any) -> Iterator[None]:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         output = run(*args, **kwargs)
-        chains.extend(output["metrics"]["prefix_grouper/chains"])
+        chains.extend(output["metrics"]["prefix_grouper/split_groups"])
         return output
 
     with patch.object(engine, "forward_backward_batch", counted):

@@ -108,7 +108,7 @@ def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engin
             assert step["prefix_grouper/balance/cut_groups"] == 0
             assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.5
         if with_images:  # Images of equal squares at equal places may meet in one micro-batch.
-            assert step["actor/prefix_grouper/logical_patches"] >= 4 * step["actor/prefix_grouper/patches"] > 0
+            assert step["actor/prefix_grouper/total_patches"] >= 4 * step["actor/prefix_grouper/patches"] > 0
 
 
 @pytest.mark.slow
@@ -121,8 +121,8 @@ def test_sessions_with_a_sequence_per_turn_train_as_prefix_trees(tmp_path: Path)
     for step in steps:
         assert step["num_turns/max"] > step["num_turns/min"] == 2, "some sessions need several sequences"
         assert step["actor/prefix_grouper/verify_max_error"] < 1e-4
-        assert step["actor/prefix_grouper/verified_rows"] > 0
-        assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 3, "all prompts begin alike"
+        assert step["actor/prefix_grouper/verified_sequences"] > 0
+        assert 0.8 < step["prefix_grouper/balance/estimated_over_computed_tokens"] < 3, "all prompts begin alike"
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.1
         assert step["prefix_grouper/rollout/servers_per_prompt"] == 1, "of two"
 

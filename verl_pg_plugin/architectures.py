@@ -67,7 +67,7 @@ def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
     found += modality_obstacles(hf_config)
     if other := unknown_layer_types(text):
         found.append(f"{kind} has layers other than causal attention: {', '.join(other)}")
-    if steady_length(hf_config) is not None and (kind in IMAGE_MODEL_TYPES or getattr(hf_config, "auto_map", None)):
+    if rope_length_limit(hf_config) is not None and (kind in IMAGE_MODEL_TYPES or getattr(hf_config, "auto_map", None)):
         found.append(f"{kind} changes rotary frequencies with the length, in code of its own or at positions of images")
     found += [obstacle for name in count_layers(text) for obstacle in MIXERS[name].obstacles(text)]
     return [Issue("", why) for why in dict.fromkeys(found)] or _random_fields(text)
@@ -135,7 +135,7 @@ def _value_model_issues(hf_config: PretrainedConfig) -> list[Issue]:
     return class_issues(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)])
 
 
-def steady_length(hf_config: PretrainedConfig) -> int | None:
+def rope_length_limit(hf_config: PretrainedConfig) -> int | None:
     """Tokens of a sequence up to which its rotary frequencies depend on no other's length; None for any number."""
     text = hf_config.get_text_config()
     rope: Any = getattr(text, "rope_parameters", None) or {}

@@ -272,8 +272,8 @@ class Work:
 
     alone: dict[str, list[float]]
     packed: dict[str, list[float]]
-    logical_tokens: int
-    physical_tokens: int
+    total_tokens: int
+    computed_tokens: int
 
     @classmethod
     def of(
@@ -308,6 +308,6 @@ class Work:
         return cls(
             alone={phase: [passes(phase, *rank) for rank in alone] for phase in PHASES},
             packed={phase: [passes(phase, *rank) for rank in packed] for phase in PHASES},
-            logical_tokens=sum(logical for logical, _ in tokens),
-            physical_tokens=sum(physical for _, physical in tokens),
+            total_tokens=sum(total for total, _ in tokens),
+            computed_tokens=sum(computed for _, computed in tokens),
         )

@@ -77,10 +77,10 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
     access.publish_values(KEYS, own)
     assert {values.dtype for values in publish.values.values()} == {torch.bfloat16}
     assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
-    with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
+    with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.prefix_cache"):
         access.publish_values(KEYS, own)
     access.exchange_states(CacheKey(0, "state"), own, EXCHANGE)
-    with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
+    with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.prefix_cache"):
         access.exchange_states(CacheKey(0, "state"), own, EXCHANGE)
 
 

@@ -24,7 +24,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(command)
         seconds = 1.0 if "actor_rollout_ref.actor.use_prefix_grouper=True" in command else 4.0
         timings = {f"timing_s/{phase}": seconds for phase in demo.PHASES}
-        timings |= {f"{demo.TOKENS}{kind}_tokens": tokens for kind, tokens in (("logical", 9e3), ("physical", 3e3))}
+        timings |= {f"{demo.TOKENS}{kind}_tokens": tokens for kind, tokens in (("total", 9e3), ("computed", 3e3))}
         lines = [json.dumps({"step": step, "data": {demo.REWARD: 0.5, **timings}}) for step in range(2)]
         code = f"open({env['VERL_FILE_LOGGER_PATH']!r}, 'w').write({chr(10).join([*lines, ''])!r})"
         return real([sys.executable, "-c", code], env=env, **options)  # type: ignore[call-overload, no-any-return]

@@ -61,7 +61,7 @@ def test_counts_of_lengths_are_those_of_the_packed_layout(estimate: Estimate, mo
     flops = ModelFlops.of(text_skeleton(AutoConfig.from_pretrained(model)))
     total, computed = flops.alone(np.full(8, 80)).sum(), flops.forward([layout])
     out = estimate(LENGTHS)
-    assert tokens_of(out) == (layout.num_logical_tokens, layout.num_tokens) == (8 * 80, 63 + 8 * 16)
+    assert tokens_of(out) == (layout.num_total_tokens, layout.num_tokens) == (8 * 80, 63 + 8 * 16)
     of_flops = f"{total:.3g} in total, {computed:.3g} computed, FLOP ratio {total / computed:.2f}"
     assert f"FLOPs of a forward: {of_flops}\n" in out
 
@@ -84,7 +84,7 @@ def test_the_nearest_measured_update_is_one_of_the_data_and_not_called_a_predict
             numbers = row["case"].removeprefix(f"{kind}:").split(",")
             shape = "prompt {}, response {}, n {}".format(*numbers)
             name = f"Q{row['model'][1:].replace('b', 'B')}, {f'agents of {numbers[3]} turns' if kind else shape}"
-            ratio = float(row["logical_tokens"]) / float(row["physical_tokens"])
+            ratio = float(row["total_tokens"]) / float(row["computed_tokens"])
             measured.add((name, round(ratio, 2), round(float(row["speedup"]), 2)))
     assert {(name, *figures) for name, figures in MEASURED.items()} <= measured
     near = "measured, not predicted: Qwen3-4B, prompt"

@@ -107,12 +107,15 @@ def test_without_a_line_of_trainers_every_module_imports_and_no_name_is_missed()
 
 
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
-CARRY = f"+{ACTOR}.fsdp_config.prefix_grouper.carry"
+PREFIX_CACHE = f"+{ACTOR}.fsdp_config.prefix_grouper.prefix_cache"
 
 
 def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role(runnable_overrides) -> None:
     config = compose_stock(
-        *runnable_overrides, FLAG, "+prefix_grouper.logits_chunk_size=64", "+critic.fsdp.prefix_grouper.carry=never"
+        *runnable_overrides,
+        FLAG,
+        "+prefix_grouper.logits_chunk_size=64",
+        "+critic.fsdp.prefix_grouper.prefix_cache=off",
     )
     assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
     engage(config)
@@ -120,8 +123,8 @@ def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role
         section = OmegaConf.select(config, engine)
         assert section._target_ == "verl_pg_plugin.config.PrefixGrouperEngineConfig"
         assert section.use_prefix_grouper is True
-        options = section.prefix_grouper.logits_chunk_size, section.prefix_grouper.carry
-        assert options == ((2048, "never") if engine == "critic.fsdp" else (64, "auto"))
+        options = section.prefix_grouper.logits_chunk_size, section.prefix_grouper.prefix_cache
+        assert options == ((2048, "off") if engine == "critic.fsdp" else (64, "auto"))
     with pytest.raises(Exception, match="no_such_key"):  # still closed to typing errors
         config.trainer.no_such_key = 1
     once = OmegaConf.to_yaml(config)
@@ -129,7 +132,7 @@ def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role
     assert OmegaConf.to_yaml(config) == once, "engaging twice changes something"
 
 
-LEFT_ALONE = (), ("actor_rollout_ref.model.use_remove_padding=False",), ("++prefix_grouper.carry=never",)
+LEFT_ALONE = (), ("actor_rollout_ref.model.use_remove_padding=False",), ("++prefix_grouper.prefix_cache=off",)
 
 
 @pytest.mark.parametrize("flags", LEFT_ALONE, ids=["rmpad", "padded", "options"])
@@ -138,13 +141,19 @@ def test_a_run_that_does_not_ask_is_left_alone(runnable_overrides, flags: tuple[
     before = OmegaConf.to_yaml(config)
     engage(config)
     assert OmegaConf.to_yaml(config) == before
-    assert ("options of ++prefix_grouper do nothing" in caplog.text) == ("carry" in str(flags))
+    assert ("options of ++prefix_grouper do nothing" in caplog.text) == ("prefix_cache" in str(flags))
 
 
 def test_a_word_that_is_no_boolean_and_another_engine_are_refused(runnable_overrides) -> None:
-    for override in (f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.strategy=megatron", "prefix_grouper.carry=off"):
+    for override in (
+        f"{ACTOR}.use_prefix_grouper=no",
+        f"{ACTOR}.strategy=megatron",
+        "prefix_grouper.prefix_cache=never",
+    ):
         with pytest.raises(ConfigError, match=override):
-            engage(compose_stock(*runnable_overrides, FLAG, override.replace("prefix_grouper.carry", CARRY)))
+            engage(
+                compose_stock(*runnable_overrides, FLAG, override.replace("prefix_grouper.prefix_cache", PREFIX_CACHE))
+            )
     with pytest.raises(ConfigError, match="which only model_engine=dp brings along"):
         engage(compose_stock(*runnable_overrides, FLAG, "model_engine=torchtitan", f"{ACTOR}.strategy=fsdp2"))
 

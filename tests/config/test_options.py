@@ -19,7 +19,7 @@ WRONG = [
     *(("logits_chunk_size", value, "is not an integer of at least 0") for value in (-1, 1.5, "16k", True, None)),
     ("compile_layers", "maybe", "is neither auto nor a boolean; the values are auto, True and False without quotes"),
     ("compile_layers", 1, "is neither auto nor a boolean"),
-    ("carry", "always", "is unknown; the values are auto, never"),
+    ("prefix_cache", "always", "is unknown; the values are auto, off"),
     ("rollout", "on", "is unknown; the values are auto, off"),
     ("rollout", False, "is unknown; the values are auto, off"),
     *(

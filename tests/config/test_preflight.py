@@ -51,8 +51,8 @@ WORKING: dict[str, str] = {
     "a_reference_policy_that_is_the_actor_without_its_adapter": f"{MODEL}.lora_rank=8 {ACTOR}.strategy=fsdp2 "
     f"{ACTOR}.use_kl_loss=True {REF}.ulysses_sequence_parallel_size=3",
     "padded_groups_verified": f"{MODEL}.use_remove_padding=False prefix_grouper.verify=first",
-    "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "
-    "prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01",
+    "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.prefix_cache=off "
+    "prefix_grouper.verify=every_50 prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01",
 }
 
 
@@ -154,7 +154,7 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     assert f"mini-batches get sequences, not groups; {ACTOR}.shuffle=False" in caplog.text
     check(config_of(f"{CRITIC} data.train_batch_size=0 async_training.require_batches=2 critic.shuffle=True"))
     assert "mini-batches get sequences, not groups; critic.shuffle=False" in caplog.text
-    check(config_of("prefix_grouper.carry=never", Mode.RMPAD))
+    check(config_of("prefix_grouper.prefix_cache=off", Mode.RMPAD))
     assert f"++prefix_grouper have no effect; {ACTOR}.use_prefix_grouper=True" in caplog.text
     assert "attention over shared prefixes runs in its place" in caplog.text
     assert "nothing is offloaded" in caplog.text

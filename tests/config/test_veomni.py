@@ -50,14 +50,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_flag_reaches_both_roles_from_either_entry_point(veomni_config, runnable_overrides: list[str]) -> None:
-    stock = compose_stock("model_engine=veomni", *runnable_overrides, FLAG, "+prefix_grouper.carry=never")
+    stock = compose_stock("model_engine=veomni", *runnable_overrides, FLAG, "+prefix_grouper.prefix_cache=off")
     engage(stock)
-    for config in (veomni_config("++prefix_grouper.carry=never"), stock):
+    for config in (veomni_config("++prefix_grouper.prefix_cache=off"), stock):
         assert errors(config) == []
         for role in (ACTOR, REF):
             engine, _ = engine_configs(config, role)
             assert isinstance(engine, PrefixGrouperVeOmniEngineConfig)
-            assert (engine.use_prefix_grouper, engine.prefix_grouper.carry) == (True, "never")
+            assert (engine.use_prefix_grouper, engine.prefix_grouper.prefix_cache) == (True, "off")
             assert engine.forward_only is (role == REF)
 
 

@@ -29,8 +29,8 @@ from tests.precision import BF16
 from tests.support import Result, assert_same, infer, make_engine, run_reference, save_tiny_model, splitting, update
 from verl_pg_plugin.engine import activations, compiled_layers
 from verl_pg_plugin.engine import engine as engine_module
-from verl_pg_plugin.planning.activation_level import Level, Room
-from verl_pg_plugin.planning.activation_policy import Levels
+from verl_pg_plugin.planning.activation_level import Level, MemoryBudget
+from verl_pg_plugin.planning.activation_policy import ActivationPolicy
 from verl_pg_plugin.planning.memory import WeightBytes
 from verl_pg_plugin.upstream import UpstreamChangedError
 
@@ -216,15 +216,17 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
         (40 * (sizes.on_device(Level.ATTENTION_ON_HOST) - 1), 1e9, "inputs_on_host"),
         (40 * (sizes.on_device(Level.ATTENTION) - 1), 0.0, "inputs"),
     ):
-        monkeypatch.setattr(engine_module, "room_of_rank", lambda *_, given=(device, host): Room(*given))
+        monkeypatch.setattr(
+            engine_module, "memory_budget_of_rank", lambda *_, given=(device, host): MemoryBudget(*given)
+        )
         engine._told_level = False
         assert level in {p.level.value for p in engine.plan(CUT.copy(), forward_only=False).micro_batches}
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
         results.append(update_at("auto", engine, CUT))
     assert same_bits(results)
-    monkeypatch.setattr(engine_module, "room_of_rank", lambda *_: Room(1.0, 0.0))
+    monkeypatch.setattr(engine_module, "memory_budget_of_rank", lambda *_: MemoryBudget(1.0, 0.0))
     choose = Mock(return_value=Level.ATTENTION)
-    monkeypatch.setattr(Levels, "choose", choose)
+    monkeypatch.setattr(ActivationPolicy, "choose", choose)
     plan = splits.plan(make_batch(trie(), max_token_len_per_gpu=56), forward_only=False)
     of_each = [call(p.layout.num_tokens, len(p.layout.head_index), **p.layout.cache_use) for p in plan.micro_batches]
     assert (choose.call_args_list, plan.num_split_groups > 0) == (of_each, True)
@@ -334,7 +336,9 @@ def test_layers_that_fsdp2_keeps_whole_until_their_backward_are_counted_once(qwe
     infer(engine, CUT)
     monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(
-        engine_module, "room_of_rank", lambda module, *_: seen.extend(module.parameters()) or Room(1, 1)
+        engine_module,
+        "memory_budget_of_rank",
+        lambda module, *_: seen.extend(module.parameters()) or MemoryBudget(1, 1),
     )
     engine._levels(forward_only=False)
     assert {hasattr(weight, "_local_tensor") for weight in seen} == {True}

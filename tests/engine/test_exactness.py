@@ -164,15 +164,15 @@ COMPUTED = (19 + 5 + 9 + 1 + 7, 2 + 5 + 3, 33 + 4 - 1)
 LOGICAL = sum(len(s.prompt) + len(s.response) for s in MIXED)
 COUNTED: dict[str, dict[str, float]] = {
     "packed": {
-        "logical_tokens": LOGICAL,
-        "physical_tokens": sum(COMPUTED),
+        "total_tokens": LOGICAL,
+        "computed_tokens": sum(COMPUTED),
         "dedup_ratio": LOGICAL / sum(COMPUTED),
         "groups_per_micro_batch": 1,
         "attention_backend/sdpa": 1,
-        "rmpad_micro_batches": 1,  # of the group of one
+        "unshared_micro_batches": 1,  # of the group of one
     },
-    "padding": {"physical_tokens": 3 * 60, "padding_tokens": 3 * 60 - sum(COMPUTED)},
-    "padded groups": {"physical_tokens": 3 * max(COMPUTED), "groups_per_micro_batch": 3},
+    "padding": {"computed_tokens": 3 * 60, "padding_tokens": 3 * 60 - sum(COMPUTED)},
+    "padded groups": {"computed_tokens": 3 * max(COMPUTED), "groups_per_micro_batch": 3},
 }
 
 

@@ -77,7 +77,7 @@ def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> N
 
     def peak(responses: int) -> float:
         found, metrics = peak_bytes(engine, make_batch(group(2048, [64] * responses, 1), max_token_len_per_gpu=4096))
-        assert metrics["prefix_grouper/chains"] == [1.0]
+        assert metrics["prefix_grouper/split_groups"] == [1.0]
         return found
 
     assert peak(512) < 1.05 * peak(256)

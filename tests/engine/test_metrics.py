@@ -22,7 +22,7 @@ from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.modalities import TEXT
 from verl_pg_plugin.planning.activation_level import Level
-from verl_pg_plugin.planning.activation_policy import Levels
+from verl_pg_plugin.planning.activation_policy import ActivationPolicy
 from verl_pg_plugin.planning.cost import ModelFlops
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -48,14 +48,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "ranks that share their sequences count once": (
         {"costs": [NONE, NONE], "sp_size": 2},
-        {"logical_tokens": 16.0, "physical_tokens": 8.0},
+        {"total_tokens": 16.0, "computed_tokens": 8.0},
     ),
     "micro-batches of one prompt": ({}, {"groups_per_micro_batch": 1}),
     "micro-batches of two prompts": ({"indices": [[0, 2], [1, 3]]}, {"groups_per_micro_batch": 2}),
-    "the memory of the fullest rank": ({"costs": FULL}, {"peak_carried_gib": 2.0, "host_gib": 1.0}),
-    "verified samples of all ranks": ({"costs": VERIFIED}, {"verified_rows": 6.0, "verify_max_error": 3e-6}),
-    "nothing verified": ({"costs": [MiniBatchCosts(True)]}, {"verified_rows": 0.0, "verify_max_error": None}),
-    "nothing to verify": ({}, {"verified_rows": None, "verify_max_error": None}),
+    "the memory of the fullest rank": ({"costs": FULL}, {"prefix_cache_gib": 2.0, "host_gib": 1.0}),
+    "verified samples of all ranks": ({"costs": VERIFIED}, {"verified_sequences": 6.0, "verify_max_error": 3e-6}),
+    "nothing verified": ({"costs": [MiniBatchCosts(True)]}, {"verified_sequences": 0.0, "verify_max_error": None}),
+    "nothing to verify": ({}, {"verified_sequences": None, "verify_max_error": None}),
 }
 """Arguments of ``told_of``, and what is told (None: is not)."""
 
@@ -66,7 +66,7 @@ def told_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int 
         PlannedMicroBatch(members, SEQUENCES.select(members).build_layout(), None, Level.INPUTS_ON_HOST, True, True)
         for members in map(list, indices)
     ]
-    levels = Levels(sizes=SimpleNamespace(held=lambda level: 2**28))  # bytes of each of four tokens
+    levels = ActivationPolicy(sizes=SimpleNamespace(held=lambda level: 2**28))  # bytes of each of four tokens
     plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, 0, [], 0, False, levels)
     return mini_batch_metrics([figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs], sp_size, "sdpa")
 
@@ -87,7 +87,7 @@ def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> Non
     """Ranks wait for each other in every layer."""
     batch = make_batch([*group(4, [6] * 8, 2), *group(40, [6], 1)], max_token_len_per_gpu=60)
     for flops in (ModelFlops(0.0, 0.0, (PairCost(1.0),)), ModelFlops(1.0, 0.0, ())):
-        options = {"packed": True, "carries": False, "forward_only": False, "levels": Levels()}
+        options = {"packed": True, "carries": False, "forward_only": False, "levels": ActivationPolicy()}
         layouts = [p.layout for p in plan_mini_batch(batch.clone(), TEXT, flops, **options).micro_batches]
         costs = [flops.forward([layout]) for layout in layouts]
         assert costs == sorted(costs, reverse=True)

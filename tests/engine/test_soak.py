@@ -14,7 +14,7 @@ from tests.support import actor_loss, infer, make_engine
 MODES: dict[str, dict[str, Any]] = {
     "packed": {"splits": True},
     "packed, verified, head in chunks": {"engine": {"verify": "every_1", "logits_chunk_size": 64}},
-    "packed, never carried, attention recomputed": {"engine": {"carry": "never", "activations": "inputs"}},
+    "packed, never carried, attention recomputed": {"engine": {"prefix_cache": "off", "activations": "inputs"}},
     "padded groups": {"padded": True},
 }
 QUICK, *OTHERS = MODES

@@ -30,7 +30,7 @@ from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.engine import engine as engine_module
 from verl_pg_plugin.engine import prepare
 from verl_pg_plugin.engine.prepare import RanksDifferError
-from verl_pg_plugin.planning.activation_level import Room
+from verl_pg_plugin.planning.activation_level import MemoryBudget
 
 SAMPLES = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2), *group(6, [7, 1], 3)]
 
@@ -53,12 +53,14 @@ def fail_on_rank_one(rank: int, path: str) -> None:
     for cause, batch in failing.items():
         with told_or_raised(rank, cause):
             update(engine, batch if rank == 1 or batch is few else good)
-    second = OSError("no room") if rank else Room(0, 0)
+    second = OSError("no room") if rank else MemoryBudget(0, 0)
     with (
         patch.object(engine_module, "get_device_name", lambda: "cuda"),
-        patch.object(engine_module, "room_of_rank", side_effect=[Room(rank, 3 - rank, 1 + rank), second]),
+        patch.object(
+            engine_module, "memory_budget_of_rank", side_effect=[MemoryBudget(rank, 3 - rank, 1 + rank), second]
+        ),
     ):
-        assert engine._levels(forward_only=False).room == Room(0, 2, 1), "the least of both"
+        assert engine._levels(forward_only=False).room == MemoryBudget(0, 2, 1), "the least of both"
         with told_or_raised(rank, "no room"):
             engine._levels(forward_only=False)
     update(engine, good)

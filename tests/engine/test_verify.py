@@ -84,7 +84,7 @@ def updated(engine: Any, batch: TensorDict) -> dict[str, list[float]]:
 
 
 def verified(metrics: dict[str, list[float]]) -> float:
-    (samples,) = metrics["prefix_grouper/verified_rows"]
+    (samples,) = metrics["prefix_grouper/verified_sequences"]
     return samples
 
 

@@ -62,7 +62,7 @@ def test_a_rank_without_a_prefill_runs_one_token_or_image_that_nobody_reads(part
     idle, own = sequences.build_idle_prefill(), list(range(computed))
     assert (idle.input_ids.tolist(), idle.labels.tolist()) == (keys[own].tolist(), keys[1:][own].tolist())
     assert (idle.position_ids.tolist(), idle.kv_index.tolist(), idle.num_cached, idle.is_chunk) == (own, own, 0, False)
-    assert idle.num_logical_tokens == offsets[1]
+    assert idle.num_total_tokens == offsets[1]
     assert not len(idle.publish) + len(idle.response_head)
 
 
@@ -72,7 +72,7 @@ def test_where_no_sequence_has_two_tokens_one_is_computed_that_nobody_reads() ->
     prefills = [(sequences.build_idle_prefill(), 1) for sequences in (alone, first)]
     for idle, num_logical in ((alone.lay_out(), 2), *prefills):
         assert (idle.input_ids.tolist(), idle.position_ids.tolist(), idle.token_index.tolist()) == ([5], [0], [0])
-        assert (idle.num_logical_tokens, idle.shares_tokens, idle.is_chunk) == (num_logical, False, False)
+        assert (idle.num_total_tokens, idle.shares_tokens, idle.is_chunk) == (num_logical, False, False)
         assert not len(idle.head_index) + len(idle.response_index)
     assert first.lay_out().num_tokens == 2
 
@@ -115,7 +115,7 @@ def test_every_token_is_computed_by_one_chunk_of_its_group_and_sees_its_ancestor
         assert owned == once or (at_least > 1 and owned >= once)
         for p in parts:
             assert p.layout.num_tokens == p.part.num_tokens
-            assert p.layout.num_logical_tokens == sum(map(len, p.batch.sequences))
+            assert p.layout.num_total_tokens == sum(map(len, p.batch.sequences))
             check_tokens(p.layout, p.own_keys)
             check_attends(p)
         if all(len(part.sequences) == num_of_group(part) for part in group):
@@ -307,5 +307,5 @@ def test_a_padded_group_is_a_line_wherever_its_sequences_stand_and_another_token
     assert layout.head_index.tolist() == [2, 3, 4, 6, 12]
     assert layout.response_index.tolist() == [2, 3, 10, 6, 14]
     assert layout.response_head.tolist() == [0, 1, 2, 3, 4]
-    assert (layout.num_tokens, layout.num_logical_tokens) == (15, 16)
+    assert (layout.num_tokens, layout.num_total_tokens) == (15, 16)
     assert [x.tolist() for x in layout.segments] == [[0, 2, 2, 0, 1, 0, 2], [2, 2, 1, 1, 1, 2, 1]], "they see prefixes"

@@ -95,9 +95,9 @@ def test_options_keep_the_numbers_of_whole_and_split_groups(option: str, hybrids
 
 
 def test_chunks_that_carry_nothing_compute_their_prompts(hybrids: dict) -> None:
-    engine = make_engine(hybrids["qwen3_5_text"], engine={"carry": "never"})
+    engine = make_engine(hybrids["qwen3_5_text"], engine={"prefix_cache": "off"})
     got = check_exact(engine, hybrids["qwen3_5_text"], make_batch(SAMPLES, max_token_len_per_gpu=150))
-    assert got.metrics["prefix_grouper/chains"] == [0.0]
+    assert got.metrics["prefix_grouper/split_groups"] == [0.0]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])

@@ -99,7 +99,7 @@ def test_each_image_goes_through_the_encoder_once(packed: Any, path: str) -> Non
     metrics = infer(packed, image_batch(path, TWO_GROUPS))["metrics"]
     hook.remove()
     assert patches == metrics["prefix_grouper/patches"] == [96 * 2]
-    assert metrics["prefix_grouper/logical_patches"] == [96 * 6]
+    assert metrics["prefix_grouper/total_patches"] == [96 * 6]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

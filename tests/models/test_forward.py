@@ -117,7 +117,7 @@ def padded(model: Any, side: str = "left") -> Result:
 
 
 def packed(model: Any) -> Result:
-    assert LAYOUT.num_tokens < LAYOUT.num_logical_tokens
+    assert LAYOUT.num_tokens < LAYOUT.num_total_tokens
     return result(model, unpack(model(torch.from_numpy(LAYOUT.input_ids).unsqueeze(0), prefix_grouper=LAYOUT).logits))
 
 

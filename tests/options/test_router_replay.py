@@ -87,7 +87,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
 
         batch["routed_experts"] = routes_of_rollouts(batch)
         got = check_exact(engines["R3"], path, batch, sequences=mine, splits=splits, expected=reference(path, batch))
-        found[name] = got.metrics["prefix_grouper/physical_tokens"]
+        found[name] = got.metrics["prefix_grouper/computed_tokens"]
 
         engine, own = engines["R2"], tu.index_select_tensor_dict(batch.exclude("routed_experts"), mine)
         recording = infer(engine, own)
@@ -95,7 +95,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         assert recorded.dtype == torch.int16
         tu.assign_non_tensor(plain := own.copy(), enable_routing_replay=False)
         as_ever = infer(engine, plain)
-        for figure in ("physical_tokens", "dedup_ratio_of_groups", "groups_per_micro_batch"):
+        for figure in ("computed_tokens", "dedup_ratio_of_groups", "groups_per_micro_batch"):
             assert recording["metrics"][f"prefix_grouper/{figure}"] == as_ever["metrics"][f"prefix_grouper/{figure}"]
         for output, values in as_ever["model_output"].items():
             assert torch.equal(recording["model_output"][output].values(), values.values())
@@ -110,7 +110,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         del outputs["routed_experts"]
         assert_same(got, expected)
         assert_same(replace(got, outputs=outputs), expected)
-        found[name] += got.metrics["prefix_grouper/physical_tokens"]
+        found[name] += got.metrics["prefix_grouper/computed_tokens"]
     nothing_said = make_batch([Sample([3, 4, 5], []), Sample([3, 4, 5], [6])], enable_routing_replay=True)
     with pytest.raises(BatchError, match="sequence 0 has an empty response"):
         infer(engine, nothing_said)

@@ -94,7 +94,7 @@ def test_options_that_real_runs_switch_on_train_together(name: str, tmp_path: Pa
     assert_shared(steps, run.least_dedup_ratio, run.rollout_tolerance)
     for step in steps:
         if "verify mode" in run.options:
-            assert step["actor/prefix_grouper/verified_rows"] > 0
+            assert step["actor/prefix_grouper/verified_sequences"] > 0
         if "algorithm.use_kl_in_reward=True" in run.overrides:
             assert abs(step["actor/reward_kl_penalty"]) < 1, "reference and old log-probs are nearly the same"
         if "algorithm.filter_groups.enable=True" in run.overrides:

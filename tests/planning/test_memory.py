@@ -13,16 +13,16 @@ from tests.architectures.tiny_configs import tiny_config
 from tests.planning.configs import CONFIGS
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.mixers import MIXERS
-from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Room
-from verl_pg_plugin.planning.activation_policy import Levels, cache_weights
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, MemoryBudget
+from verl_pg_plugin.planning.activation_policy import ActivationPolicy, cache_weights
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 from verl_pg_plugin.planning.micro_batches import SHORT_PREFIX, MicroBatch, MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.skeleton import text_skeleton
 
 GIB = 2**30
 SIZES = {name: TokenBytes.of(config) for name, config in CONFIGS.items()}
-ROOM = Room(device=40 * GIB, host=100 * GIB)
-LEVELS = Levels(sizes=SIZES["4b"], room=ROOM)
+ROOM = MemoryBudget(device=40 * GIB, host=100 * GIB)
+LEVELS = ActivationPolicy(sizes=SIZES["4b"], room=ROOM)
 
 
 @cache
@@ -30,14 +30,16 @@ def weights_of(name: str, num_gpus: int) -> WeightBytes:
     return WeightBytes.of(text_skeleton(CONFIGS[name]), num_gpus)
 
 
-def room_beside(weights: WeightBytes, device: float, host: float) -> Room:
+def room_beside(weights: WeightBytes, device: float, host: float) -> MemoryBudget:
     """What a device of so many bytes has beside weights, gradients, AdamW and the reserve."""
     reserve = DEVICE_RESERVE * device + weights.head
     fixed = weights.weights + weights.gradients + weights.optimizer + weights.gathered
-    return Room(device - fixed - reserve, host, reserve)
+    return MemoryBudget(device - fixed - reserve, host, reserve)
 
 
-def plan_group(prompt: int, response: int, n: int, budget: int, levels: Levels, others: int = 0) -> list[MicroBatch]:
+def plan_group(
+    prompt: int, response: int, n: int, budget: int, levels: ActivationPolicy, others: int = 0
+) -> list[MicroBatch]:
     """Micro-batches of an update of a group, and of others of one short sequence each."""
     tokens = np.array([*[prompt - 1 + response] * n, *[8] * others])
     order = PrefixOrder(np.arange(n + others), tokens, np.array([0, *[prompt - 1] * (n - 1), *[0] * others]))
@@ -54,7 +56,7 @@ def test_groups_stay_whole_where_they_fit_and_chunks_of_others_fit() -> None:
         name, gpus, ranks = draw.choice(list(SIZES)), draw.choice((1, 2, 4, 8, 16, 32)), draw.choice((1, 2))
         sizes, card, host = SIZES[name], draw.choice((30, 78, 138)) * GIB, draw.choice((0, 20 * GIB, 200 * GIB))
         room = room_beside(weights_of(name, gpus), card, host)
-        levels = Levels(sizes=sizes, room=room, ranks=ranks, logits_at_once=draw.random() < 0.3)
+        levels = ActivationPolicy(sizes=sizes, room=room, ranks=ranks, logits_at_once=draw.random() < 0.3)
         prompt, response = draw.choice((512, 2048, 8192, 32768, 65536)), draw.choice((256, 1024, 4096))
         n = draw.choice((2, 8, 32, 128))
         budget = max(prompt + response, draw.choice((8192, 16384, 32768, 65536)))
@@ -76,7 +78,7 @@ def test_groups_stay_whole_where_they_fit_and_chunks_of_others_fit() -> None:
             in_reserve = len(parts) == 1 and bytes_taken <= (room.device + room.reserve) * ranks
             assert fits or in_reserve or group <= budget or (len(part.sequences) == 1 and not any(use.values()))
             taken[len(parts) > 1, level] += fits
-    levels_of_auto = Levels().ladder
+    levels_of_auto = ActivationPolicy().ladder
     assert min(taken[split, level] for split in (False, True) for level in levels_of_auto) > 5
 
 
@@ -111,7 +113,7 @@ def test_a_template_that_all_prompts_share_makes_no_group_that_stays_whole() -> 
     shared = np.tile([200, *[299] * 7], 64)
     shared[0] = 0
     order = PrefixOrder(np.arange(512), np.full(512, 799), shared)
-    levels = replace(LEVELS, room=Room(1e15, 1e15))
+    levels = replace(LEVELS, room=MemoryBudget(1e15, 1e15))
     plan = cut_micro_batches(order, MicroBatchLimits(16_384), cache_weights(levels, 16_384, False), levels=levels)
     assert max(part.num_tokens for group in plan for part in group) <= 16_384
 
@@ -131,15 +133,15 @@ def test_the_longest_prompt_that_was_measured_stays_whole() -> None:
     held = weights_of("4b", 1)
     beside = held.gathered + (held.weights + held.gradients) / 2
     reserve = DEVICE_RESERVE * 32 * GIB + held.head
-    room = Room(32 * GIB - beside - reserve, 100.0 * GIB, reserve)
+    room = MemoryBudget(32 * GIB - beside - reserve, 100.0 * GIB, reserve)
     assert len(plan_group(90_112, 1024, 8, 91_136, replace(LEVELS, room=room))) == 1
 
 
 def test_what_is_asked_for_is_taken_and_offload_means_levels_on_the_host() -> None:
     assert all(replace(LEVELS, asked=level).choose(10**9) is level for level in Level)
     assert replace(LEVELS, host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
-    assert Levels().choose(10**9) is Level.ATTENTION, "on a CPU nothing waits on the host by itself"
-    assert Levels(host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
+    assert ActivationPolicy().choose(10**9) is Level.ATTENTION, "on a CPU nothing waits on the host by itself"
+    assert ActivationPolicy(host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
 
 
 def test_ranks_that_share_tokens_share_their_bytes() -> None:
@@ -156,9 +158,9 @@ def test_kept_gradients_are_those_of_all_gpus_until_the_last_micro_batch() -> No
 LONG = (32768, 1024, 16)
 
 
-def room_of(tokens: int, level: Level, host: float = 0.0) -> Levels:
-    """Levels where so many tokens fit on the device at a level."""
-    return replace(LEVELS, room=Room(float(tokens * SIZES["4b"].on_device(level)), host))
+def room_of(tokens: int, level: Level, host: float = 0.0) -> ActivationPolicy:
+    """Policy where so many tokens fit on the device at a level."""
+    return replace(LEVELS, room=MemoryBudget(float(tokens * SIZES["4b"].on_device(level)), host))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_a_group_above_the_budget_stays_whole_where_it_fits_at_some_level(level:
 
 def test_a_group_above_the_budget_is_split_where_it_does_not_fit() -> None:
     assert len(plan_group(*LONG, 40960, replace(LEVELS, asked=Level.ALL))) > 1, "at the level that is asked for"
-    assert len(plan_group(*LONG, 40960, Levels())) > 1, "without figures of memory the budget holds"
+    assert len(plan_group(*LONG, 40960, ActivationPolicy())) > 1, "without figures of memory the budget holds"
     large = room_of(49_151, Level.INPUTS)
     assert len(plan_group(*LONG, 40960, replace(large, logits_at_once=True))) > 1
     assert len(plan_group(*LONG, 40960, replace(room_of(24_576, Level.INPUTS), ranks=2))) == 1
@@ -193,7 +195,7 @@ def test_a_group_above_the_budget_is_split_where_it_does_not_fit() -> None:
 def test_a_budget_stands_for_all_of_the_room() -> None:
     """So chunks are as long as tokens and memory let."""
     sizes = SIZES["4b"]
-    room = Room(float(20 * GIB), 0.0)
+    room = MemoryBudget(float(20 * GIB), 0.0)
     weights = cache_weights(replace(LEVELS, room=room, ranks=2), 40_960, forward_only=False)
     share = 2 * room.device / 40_960
     assert weights.computed == weights.alone == pytest.approx(sizes.on_device(Level.INPUTS) / share)
@@ -204,7 +206,7 @@ def test_a_budget_stands_for_all_of_the_room() -> None:
     assert on_host.computed == pytest.approx(sizes.on_device(Level.INPUTS_ON_HOST) / room.device * 40_960)
     asked = cache_weights(replace(LEVELS, room=room, asked=Level.ATTENTION), 40_960, forward_only=False)
     assert asked.computed == pytest.approx(sizes.on_device(Level.ATTENTION) / room.device * 40_960)
-    plenty = plan_group(32768, 1024, 400, 40_960, replace(LEVELS, room=Room(55.0 * GIB, 0.0)))
+    plenty = plan_group(32768, 1024, 400, 40_960, replace(LEVELS, room=MemoryBudget(55.0 * GIB, 0.0)))
     assert max(part.num_tokens for part in plenty) > 0.95 * 40_960, "tokens limit these chunks"
 
 
@@ -219,13 +221,13 @@ def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
     sizes = SIZES["8b"]
     assert sizes.held(Level.ATTENTION) == sizes.held(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
     assert (sizes.beside(cached=1), sizes.beside(pending=1)) == ((144 + 288) * 1024, 288 * 1024)
-    weights = cache_weights(Levels(sizes=sizes), 1000, forward_only=False)
+    weights = cache_weights(ActivationPolicy(sizes=sizes), 1000, forward_only=False)
     assert weights.cached == pytest.approx(0.745, abs=0.002)
     assert weights.published == pytest.approx(0.497, abs=0.002)
     assert weights.alone == pytest.approx(8 / 16.125), "the layer's input alone"
-    asked = cache_weights(Levels(Level.ATTENTION, sizes), 1000, forward_only=False)
+    asked = cache_weights(ActivationPolicy(Level.ATTENTION, sizes), 1000, forward_only=False)
     assert asked == replace(weights, alone=1.0), "no other level than the one that is asked for"
-    of_log_probs = cache_weights(Levels(sizes=sizes), 1000, forward_only=True)
+    of_log_probs = cache_weights(ActivationPolicy(sizes=sizes), 1000, forward_only=True)
     assert of_log_probs.cached == of_log_probs.published == pytest.approx(144 / 580.5, abs=0.001), "without sums"
     assert of_log_probs.alone == 0, "nothing is kept of what is computed"
     more = TokenBytes.of(CONFIGS["8b"], compiled=False).gradients - sizes.gradients
@@ -234,7 +236,7 @@ def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
 
 def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_cheaper() -> None:
     levels = (Level.ATTENTION_ON_HOST, Level.INPUTS, Level.ATTENTION, Level.ALL)
-    cached = [cache_weights(Levels(level, SIZES["8b"]), 1000, forward_only=False).cached for level in levels]
+    cached = [cache_weights(ActivationPolicy(level, SIZES["8b"]), 1000, forward_only=False).cached for level in levels]
     assert cached[:2] == [pytest.approx(1.5)] * 2
     assert cached == sorted(cached, reverse=True)
 
@@ -261,6 +263,6 @@ def test_latent_attention_caches_narrow_values_as_wide_as_its_keys() -> None:
 
 def test_a_config_without_sizes_counts_cached_tokens_as_the_most_there_is() -> None:
     assert TokenBytes.of(transformers.PretrainedConfig()) is None
-    weights = cache_weights(Levels(), 1000, forward_only=False)
+    weights = cache_weights(ActivationPolicy(), 1000, forward_only=False)
     assert (weights.cached, weights.published, weights.alone, weights.computed) == (3, 2, 1, 1)
-    assert cache_weights(Levels(), 1000, forward_only=True).alone == 0
+    assert cache_weights(ActivationPolicy(), 1000, forward_only=True).alone == 0

@@ -46,15 +46,15 @@ def test_a_case_shares_what_it_says(text: str, expected: tuple[int, int, int]) -
     """Sequences, their tokens, and packed tokens."""
     rows = parse_case(text).rows(vocab_size=1 << 30, world_size=1)
     found = Work.of([rows.samples], FLOPS)
-    assert (len(rows.group), found.logical_tokens, found.physical_tokens) == expected
+    assert (len(rows.group), found.total_tokens, found.computed_tokens) == expected
     assert str(parse_case(text)) == text
 
 
 def test_a_path_is_read_as_it_is_written_and_names_its_strategy() -> None:
-    for text in ("rmpad", "rmpad/fsdp", "packed/fsdp:carry=never@12288", "packed:compile_layers=False"):
+    for text in ("rmpad", "rmpad/fsdp", "packed/fsdp:prefix_cache=off@12288", "packed:compile_layers=False"):
         assert str(EnginePath.parse(text)) == text
     assert EnginePath.parse("packed/fsdp").strategy == "fsdp"
-    for text in ("packed/ddp", "rmpad:carry=never", "flat"):
+    for text in ("packed/ddp", "rmpad:prefix_cache=off", "flat"):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             EnginePath.parse(text)
 

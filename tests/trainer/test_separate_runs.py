@@ -57,4 +57,4 @@ def test_trainers_with_servers_of_their_own_train_in_packed_mode(name: str, tmp_
         if name != "fully_async":
             assert step["prefix_grouper/balance/cut_groups"] == 0
         if name == "separate_async":
-            assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 5, "all prompts begin alike"
+            assert 0.8 < step["prefix_grouper/balance/estimated_over_computed_tokens"] < 5, "all prompts begin alike"

@@ -113,5 +113,5 @@ def test_the_engine_computes_each_row_once_and_the_fillers_of_the_last_mini_batc
     real = [num_packed(row for row in rows if not row.filler) for rows in recorded.mini_batches]
     with_fillers = [any(row.filler for row in rows) for rows in recorded.mini_batches]
     assert computed == [n + FILLER_ROWS * filled for n, filled in zip(real, with_fillers, strict=True)]
-    physical = recorded.metrics["actor/prefix_grouper/physical_tokens"]
+    physical = recorded.metrics["actor/prefix_grouper/computed_tokens"]
     assert physical - recorded.metrics["actor/prefix_grouper/padding_tokens"] == sum(computed) / len(computed)

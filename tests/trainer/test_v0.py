@@ -48,7 +48,7 @@ class OwnFitV0(Stock):
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         self.actor_rollout_wg.updated.append(batch)
-        names = "logical", "physical", "padding"
+        names = "total", "computed", "padding"
         return DataProto(meta_info={"metrics": {f"actor/prefix_grouper/{name}_tokens": 4.0 for name in names}})
 
 
@@ -128,7 +128,7 @@ def test_a_method_with_other_parameters_is_not_patched(monkeypatch, method: str,
 
 
 def test_an_update_that_shares_logs_what_it_saved_and_the_last_what_all_did(trainer, caplog, monkeypatch) -> None:
-    counted = {"actor/prefix_grouper/logical_tokens": [800.0], "actor/prefix_grouper/physical_tokens": [200.0]}
+    counted = {"actor/prefix_grouper/total_tokens": [800.0], "actor/prefix_grouper/computed_tokens": [200.0]}
 
     def update(self: Any, batch: Any) -> DataProto:
         return DataProto(meta_info={"metrics": counted})
@@ -140,13 +140,13 @@ def test_an_update_that_shares_logs_what_it_saved_and_the_last_what_all_did(trai
     trainer.total_training_steps = 2
     for trainer.global_steps in (1, 2):
         trainer._update_actor(None)
-        counted["actor/prefix_grouper/physical_tokens"] = [600.0]
+        counted["actor/prefix_grouper/computed_tokens"] = [600.0]
     assert caplog.messages == [
         "step 1/2: 75.0% of tokens not computed, dedup ratio 4.00",
         "step 2/2: 25.0% of tokens not computed, dedup ratio 1.33",
         "shared prefixes, mean over the run: 50.0% of tokens not computed, dedup ratio 2.00",
     ]
-    del counted["actor/prefix_grouper/physical_tokens"]  # of an update that shares nothing
+    del counted["actor/prefix_grouper/computed_tokens"]  # of an update that shares nothing
     trainer._update_actor(None)
     assert len(caplog.messages) == 3
 

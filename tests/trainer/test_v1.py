@@ -80,7 +80,7 @@ def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, 
     """Of a mini-batch, of which there are two."""
 
     def update(self: Any, batch: Any, metrics: dict[str, float]) -> Any:
-        counted = {"logical": 44.0, "physical": 30.0, "padding": 4.0}
+        counted = {"total": 44.0, "computed": 30.0, "padding": 4.0}
         metrics.update({f"actor/prefix_grouper/{name}_tokens": number for name, number in counted.items()})
         return batch
 
@@ -89,7 +89,7 @@ def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, 
     batch, metrics = make_batch([f"{uid}_{i}_0" for uid in "abcd" for i in (0, 1)], responses=[3] * 8), {}
     trainer._balance_batch(batch, metrics)
     trainer._update_actor(batch, metrics=metrics)
-    assert metrics["prefix_grouper/balance/estimated_over_real_rows"] == (2 * (7 + 2 * 3)) / 26
+    assert metrics["prefix_grouper/balance/estimated_over_computed_tokens"] == (2 * (7 + 2 * 3)) / 26
 
 
 def test_turns_of_a_session_continue_each_other_in_whatever_order_they_come(trainer: Any) -> None:
@@ -98,7 +98,7 @@ def test_turns_of_a_session_continue_each_other_in_whatever_order_they_come(trai
     for tag in batch.tags[::2]:
         tag["prompt_len"] = 11
     trainer._balance_batch(batch, metrics)
-    assert metrics["prefix_grouper/balance/estimated_rows"] == 2 * (10 + 2)
+    assert metrics["prefix_grouper/balance/estimated_tokens"] == 2 * (10 + 2)
 
 
 def test_two_runs_whose_uids_are_drawn_anew_assign_alike(trainer: Any) -> None:

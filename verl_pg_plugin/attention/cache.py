@@ -48,7 +48,9 @@ class CachedTokens:
     def put(self, key: CacheKey, value: Tensor, has_gradient: bool) -> None:
         """Raises RuntimeError if the key is taken: two layers have one number."""
         if key in self.values:
-            raise RuntimeError(f"two layers call themselves layer_idx {key.layer}: set ++prefix_grouper.carry=never")
+            raise RuntimeError(
+                f"two layers call themselves layer_idx {key.layer}: set ++prefix_grouper.prefix_cache=off"
+            )
         self.values[key] = value
         if has_gradient:
             self.pending[key] = torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))

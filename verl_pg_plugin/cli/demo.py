@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     for phase in PHASES:
         old, new = (median(step[f"timing_s/{phase}"] for step in steps) for steps in (stock, packed))
         rows.append((phase, f"{old:.2f}", f"{new:.2f}", f"{old / new:.2f}x"))
-    tokens = [f"{median(step[f'{TOKENS}{kind}_tokens'] for step in packed):,.0f}" for kind in ("logical", "physical")]
+    tokens = [f"{median(step[f'{TOKENS}{kind}_tokens'] for step in packed):,.0f}" for kind in ("total", "computed")]
     rows.append(("tokens of an update", *tokens, ""))
     rows.append(("reward of the last step", f"{stock[-1][REWARD]:.3f}", f"{packed[-1][REWARD]:.3f}", ""))
     sys.stdout.write("\n".join(["", *in_columns(rows), ""]))

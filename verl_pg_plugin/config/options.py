@@ -29,7 +29,7 @@ class PrefixGrouperOptions:
             ran compiled on one (``config.compile``), True wherever it can work.
         logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
             for all of them.
-        carry: auto lets the chunks of a split group read their prefix from a cache where that is cheaper; never
+        prefix_cache: auto lets the chunks of a split group read their prefix from a cache where that is cheaper; off
             computes it again in each.
         rollout: auto routes the samples of a prompt to one server, lets vLLM read a shared prompt once for each step of
             decode, and looks for finished responses every 0.1 s, each where it pays; off changes nothing in rollouts.
@@ -47,7 +47,7 @@ class PrefixGrouperOptions:
     activations: str = "auto"
     compile_layers: bool | str = "auto"
     logits_chunk_size: int = 2048
-    carry: str = "auto"
+    prefix_cache: str = "auto"
     rollout: str = "auto"
     verify: str = "auto"
     verify_tolerance: float | None = None
@@ -70,10 +70,11 @@ _EVERY = r"every_([1-9]\d*)"
 _WORDS: dict[str, tuple[str, ...]] = {
     "attention_kernel": ATTENTION_KERNELS,
     "activations": ("auto", *(level.value for level in Level)),
-    "carry": ("auto", "never"),
+    "prefix_cache": ("auto", "off"),
     "rollout": ("auto", "off"),
 }
 """Options that take one of these."""
+_RENAMED = {"carry": "prefix_cache"}
 
 
 def added(override: str) -> str:
@@ -90,7 +91,7 @@ def option_issues(options: Mapping[str, Any], section: str = f"++{OPTIONS}") -> 
                 why, taken = fault
                 yield Issue(setting, why, f"{section}.{name}={taken}")
         elif name != "_target_":
-            close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+            close = [_RENAMED[name]] if name in _RENAMED else difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
             fix = f"did you mean {section}.{close[0]}={value}?" if close else "remove it"
             yield Issue(setting, why, fix)

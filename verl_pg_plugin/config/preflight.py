@@ -24,7 +24,7 @@ from verl.workers.config import CriticConfig
 
 from verl_pg_plugin import compat
 from verl_pg_plugin.after_import import registrations
-from verl_pg_plugin.architectures import steady_length
+from verl_pg_plugin.architectures import rope_length_limit
 from verl_pg_plugin.config import rules
 from verl_pg_plugin.config.checkpoint import read_checkpoint
 from verl_pg_plugin.config.keys import (
@@ -103,9 +103,9 @@ def _registration_issues() -> Iterator[Issue]:
 
 
 def _long_sequences(config: DictConfig, hf_config: PretrainedConfig) -> Iterator[Issue]:
-    """Sequences that would end the run in a batch (``architectures.steady_length``)."""
+    """Sequences that would end the run in a batch (``architectures.rope_length_limit``)."""
     prompt, response = (count_of(config, f"data.max_{part}_length") for part in ("prompt", "response"))
-    if (most := steady_length(hf_config)) is not None and prompt + response > most:
+    if (most := rope_length_limit(hf_config)) is not None and prompt + response > most:
         why = f"a sequence of over {most} tokens would lend its rotary frequencies to others, and ends the run"
         fix = f"data.max_response_length={most - prompt}" if most > prompt else rules.STOCK
         yield Issue(f"data.max_response_length={response}", why, fix, is_warning=True)

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from verl_pg_plugin.attention.context import ForwardContext
-from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Room
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, MemoryBudget
 
 SMALLEST = 1 << 20
 """Bytes below which a tensor stays on the device: its copy would cost more than it frees."""
@@ -197,7 +197,7 @@ def _parts(x: Tensor, host: list[Tensor]) -> tuple[Tensor, ...]:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8).split(list(map(len, host)))
 
 
-def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
+def memory_budget_of_rank(module: Any, beside: float, head: float, host: float) -> MemoryBudget:
     """Bytes for the activations of an update that is about to run; negative where the device is already too full.
 
     Gradients that ``module`` does not have yet are counted, and what the update takes ``beside`` tokens, as gathered
@@ -209,7 +209,7 @@ def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
     weights = [getattr(p, "_local_tensor", p) for p in module.parameters() if p.requires_grad and p.grad is None]
     gradients = sum(weight.nbytes for weight in weights if weight.device.type == "cuda")
     reserve = DEVICE_RESERVE * limit
-    return Room(usable - gradients - beside - head - reserve, host, reserve + head)
+    return MemoryBudget(usable - gradients - beside - head - reserve, host, reserve + head)
 
 
 def host_bytes(root: Path = Path("/")) -> float:

@@ -56,13 +56,13 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     return MicroBatchLimits(max_sequences=int(limit))
 
 
-def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: int | None = None) -> Sequences:
+def read_sequences(data: TensorDict, modality: Modality = TEXT, rope_length_limit: int | None = None) -> Sequences:
     """Collect what the layout needs from a batch in verl's no-padding format.
 
     ``input_ids`` are jagged; ``prompts`` and ``responses`` jagged (V1) or padded beside an ``attention_mask`` (legacy),
     or neither is there and a jagged ``loss_mask`` covers all tokens (SFT); ``position_ids`` are jagged or absent.
-    Raises BatchError for what is empty, padded, or longer than ``architectures.steady_length``, KeyError for a field
-    that is missing.
+    Raises BatchError for a sequence that is empty, padded, or longer than ``rope_length_limit``, and KeyError for a
+    missing field.
     """
     if not len(data):
         raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")
@@ -92,10 +92,10 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, steady_length: i
             f"sequence {at}: input_ids has {lengths[at]} tokens, prompts and responses together {both[at]}; they must "
             "be the same sequence"
         )
-    if steady_length is not None and (longest := lengths.max()) > steady_length:
+    if rope_length_limit is not None and (longest := lengths.max()) > rope_length_limit:
         raise BatchError(
-            f"sequence {int(lengths.argmax())} has {longest} tokens; above {steady_length} a micro-batch has rotary "
-            f"frequencies of its longest; lower data.max_response_length (SFT: max_length), or {SHARING_OFF}"
+            f"sequence {int(lengths.argmax())} has {longest} tokens; above {rope_length_limit} a micro-batch has "
+            f"rotary frequencies of its longest; lower data.max_response_length (SFT: max_length), or {SHARING_OFF}"
         )
     temperature, classes = tu.get(data, "temperature"), None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:

@@ -24,9 +24,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.architectures import steady_length
+from verl_pg_plugin.architectures import rope_length_limit
 from verl_pg_plugin.compat import requirements
-from verl_pg_plugin.engine.activations import PinnedCopier, checkpoint_layer, host_bytes, room_of_rank
+from verl_pg_plugin.engine.activations import PinnedCopier, checkpoint_layer, host_bytes, memory_budget_of_rank
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes, let_flat_parameters_compile
 from verl_pg_plugin.engine.heads import ForwardOutputs, LogProbHead, install_head, language_model_outputs, value_outputs
 from verl_pg_plugin.engine.inputs import SequenceSelector
@@ -43,13 +43,13 @@ from verl_pg_plugin.engine.prepare import (
     prepare_model,
     refuse,
 )
-from verl_pg_plugin.engine.ranks import agreement, gather
+from verl_pg_plugin.engine.ranks import gather, gather_or_raise
 from verl_pg_plugin.engine.verify import Verifier
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.lm_head import lm_head_issues
 from verl_pg_plugin.modalities import modality_of
-from verl_pg_plugin.planning.activation_level import Level, Room
-from verl_pg_plugin.planning.activation_policy import Levels
+from verl_pg_plugin.planning.activation_level import Level, MemoryBudget
+from verl_pg_plugin.planning.activation_policy import ActivationPolicy
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,12 @@ class SharedPrefixEngine(FSDPEngine):
         self._layers = decoder_layers(module)
         if self.rank == 0 and (unknown := self.shared_model.flops.unknown):
             logger.warning("FLOPs of %s %s: tokens order micro-batches", self.shared_model.name, unknown)
-        if self.rank == 0 and self.packed and self.options.carry == "auto" and not self.shared_model.prefix_cache:
+        if (
+            self.rank == 0
+            and self.packed
+            and self.options.prefix_cache == "auto"
+            and not self.shared_model.prefix_cache
+        ):
             logger.warning("chunks of a split group compute its prefix again: %s has no cache", self.shared_model.name)
 
     def _replace_checkpoints(self, module: nn.Module) -> None:
@@ -239,11 +244,11 @@ class SharedPrefixEngine(FSDPEngine):
             self.modality,
             self.shared_model.flops,
             packed=self.packed,
-            carries=self.packed and self.options.carry != "never" and self.shared_model.prefix_cache,
+            carries=self.packed and self.options.prefix_cache != "off" and self.shared_model.prefix_cache,
             forward_only=forward_only,
             levels=self._levels(forward_only),
             fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
-            steady_length=steady_length(self.model_config.hf_config),
+            rope_length_limit=rope_length_limit(self.model_config.hf_config),
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
         )
@@ -254,9 +259,9 @@ class SharedPrefixEngine(FSDPEngine):
             self._told_level = True
         return plan
 
-    def _levels(self, forward_only: bool) -> Levels:
+    def _levels(self, forward_only: bool) -> ActivationPolicy:
         """How the micro-batches of the next mini-batch get their activation level."""
-        levels = Levels.of_settings(
+        levels = ActivationPolicy.of_settings(
             self.options.activations,
             self.model_config.enable_gradient_checkpointing,
             why_asked=self._why_asked,
@@ -271,10 +276,10 @@ class SharedPrefixEngine(FSDPEngine):
         for part in self.module.modules():
             if isinstance(part, FSDPModule):  # may be whole behind a forward alone, and is counted in ``gathered``
                 part.reshard()
-        with agreement() as rooms:  # the slowest rank sets the pace, and under Ulysses all must cut alike
-            rooms.append(room_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
+        with gather_or_raise() as rooms:  # the slowest rank sets the pace, and under Ulysses all must cut alike
+            rooms.append(memory_budget_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
         least = (min(getattr(room, part) for room in rooms) for part in ("device", "host", "reserve"))
-        return replace(levels, room=Room(*least))
+        return replace(levels, room=MemoryBudget(*least))
 
     @cached_property
     def _host_bytes(self) -> float:

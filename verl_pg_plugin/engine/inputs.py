@@ -108,7 +108,7 @@ class ModelInputs:
         if self.context.cache is not None:
             x_NC = self.context.cache.join_outputs(x_NC)
         index, label = (to_device(at, x_NC.device) for at in (self.layout.response_index, self.layout.response_head))
-        values_CL = x_NC.new_zeros(x_NC.shape[-1], self.layout.num_logical_tokens)
+        values_CL = x_NC.new_zeros(x_NC.shape[-1], self.layout.num_total_tokens)
         return values_CL.index_copy(1, index, x_NC.T.index_select(1, label))
 
 

@@ -12,8 +12,13 @@ from verl_pg_plugin.modalities.images import shown_images
 from verl_pg_plugin.planning.cost import ModelFlops
 
 TOTALS = (
-    *("logical_tokens", "physical_tokens", "padding_tokens", "rmpad_micro_batches", "chains", "carried_rows"),
-    *("exported_rows", "verified_rows", "patches", "logical_patches"),  # the last two of models with a vision encoder
+    *("total_tokens", "computed_tokens", "padding_tokens", "unshared_micro_batches", "split_groups", "cached_tokens"),
+    *(
+        "prefill_tokens",
+        "verified_sequences",
+        "patches",
+        "total_patches",
+    ),  # the last two of models with a vision encoder
 )
 
 PLAIN_MEANS = (
@@ -49,17 +54,17 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
     ]
     shown, computed = (np.array([len(image.pixels) for image in of], dtype=np.int64) for of in (images, encoded))
     figures: dict[str, float] = {
-        "logical_tokens": sum(layout.num_logical_tokens for layout in layouts),
-        "physical_tokens": sum(layout.num_tokens for layout in layouts) + costs.num_padding,
+        "total_tokens": sum(layout.num_total_tokens for layout in layouts),
+        "computed_tokens": sum(layout.num_tokens for layout in layouts) + costs.num_padding,
         "padding_tokens": costs.num_padding,
         "prompt_groups": sum(len(np.unique(groups[planned.sequences])) for planned in plan.micro_batches),
         # Tokens, were every prompt of the mini-batch computed once and nothing shared but whole prompts.
         "tokens_of_groups": int((lengths - prompts).sum() + (prompts[first] - 1).sum()),
         "micro_batches": len(layouts),
-        "rmpad_micro_batches": sum(not layout.shares_tokens for layout in layouts),
-        "chains": plan.num_split_groups,
-        "carried_rows": sum(layout.num_cached for layout in layouts),
-        "exported_rows": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
+        "unshared_micro_batches": sum(not layout.shares_tokens for layout in layouts),
+        "split_groups": plan.num_split_groups,
+        "cached_tokens": sum(layout.num_cached for layout in layouts),
+        "prefill_tokens": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
         "cached_bytes": costs.peak_cached_bytes,
         "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
@@ -67,9 +72,9 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         alone = float(flops.alone(lengths).sum()) + flops.images(shown)
         figures |= {"forward": flops.forward(layouts) + flops.images(computed), "forward_alone": alone}
     if costs.verifies:
-        figures |= {"verified_rows": costs.num_verified, "verify_max_error": costs.verify_max_error}
+        figures |= {"verified_sequences": costs.num_verified, "verify_max_error": costs.verify_max_error}
     if flops.vision is not None:
-        figures |= {"patches": int(computed.sum()), "logical_patches": int(shown.sum())}
+        figures |= {"patches": int(computed.sum()), "total_patches": int(shown.sum())}
     return figures
 
 
@@ -77,18 +82,18 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
     """Totals over all ``ranks``, so every rank reports the same; ``sp_size`` of them share each sequence."""
     total = {name: sum(rank[name] for rank in ranks) / sp_size for name in ranks[0]}
     metrics = {name: total[name] for name in TOTALS if name in total} | {
-        "dedup_ratio": total["logical_tokens"] / total["physical_tokens"],
+        "dedup_ratio": total["total_tokens"] / total["computed_tokens"],
         "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
         # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.
-        "dedup_ratio_of_groups": total["logical_tokens"] / max(total["tokens_of_groups"], 1),
-        "peak_carried_gib": max(rank["cached_bytes"] for rank in ranks) / 2**30,
+        "dedup_ratio_of_groups": total["total_tokens"] / max(total["tokens_of_groups"], 1),
+        "prefix_cache_gib": max(rank["cached_bytes"] for rank in ranks) / 2**30,
         f"attention_backend/{kernel}": 1.0,
     }
     if "forward" in total:  # without prefills, which a forward without gradient computes once more
         metrics["flop_ratio"] = total["forward_alone"] / total["forward"]
     if total.get("host_bytes"):
         metrics["host_gib"] = max(rank["host_bytes"] for rank in ranks) / 2**30
-    if total.get("verified_rows"):
+    if total.get("verified_sequences"):
         metrics["verify_max_error"] = max(rank["verify_max_error"] for rank in ranks)
     return {f"prefix_grouper/{name}": [value] for name, value in metrics.items()}
 

@@ -11,11 +11,11 @@ import numpy as np
 from tensordict import TensorDict
 
 from verl_pg_plugin.engine.batch import check_batch, limits_of, read_sequences, regular
-from verl_pg_plugin.engine.ranks import agreement
+from verl_pg_plugin.engine.ranks import gather_or_raise
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Kind, Modality
 from verl_pg_plugin.planning.activation_level import Level
-from verl_pg_plugin.planning.activation_policy import Levels, cache_weights
+from verl_pg_plugin.planning.activation_policy import ActivationPolicy, cache_weights
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.loss_tokens import cut_for_loss
 from verl_pg_plugin.planning.micro_batches import MicroBatch, build_layouts
@@ -46,7 +46,7 @@ class Plan:
     loss_weights: list[float]  # tokens that the loss counts in each micro-batch, over their mean on all ranks
     num_split_groups: int
     shown: frozenset[Kind]  # kinds that some rank has; every micro-batch runs the vision encoder on each
-    levels: Levels
+    levels: ActivationPolicy
 
 
 _LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]
@@ -71,9 +71,9 @@ def plan_mini_batch(
     packed: bool,
     carries: bool,
     forward_only: bool,
-    levels: Levels,
+    levels: ActivationPolicy,
     fused_head: bool = False,
-    steady_length: int | None = None,
+    rope_length_limit: int | None = None,
     sp_size: int = 1,
     dp_rank: int = 0,
 ) -> Plan:
@@ -85,16 +85,16 @@ def plan_mini_batch(
         carries: chunks of split groups read tokens from each other, which then take a part of the budget.
         levels: with the room of the rank that has least.
         fused_head: whether verl's fused kernels compute the log-probs.
-        steady_length: longest that a sequence may be (``architectures.steady_length``).
+        rope_length_limit: longest that a sequence may be (``architectures.rope_length_limit``).
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
 
     Where a rank has a batch that it cannot compute, it raises ValueError and the others RankError.
     """
-    with agreement() as ranks:
+    with gather_or_raise() as ranks:
         data = regular(data)
         check_batch(data, packed, fused_head)
-        sequences = read_sequences(data, modality, steady_length)
+        sequences = read_sequences(data, modality, rope_length_limit)
         order = sequences.order()
         limits = limits_of(data, sp_size)
         weights = cache_weights(levels, limits.budget(order.num_tokens), forward_only) if carries else None
@@ -112,7 +112,7 @@ def plan_mini_batch(
         ranks.append(_summary(draft, flops, sequences, counts))
     numbers = [sum(map(len, rank.flags)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
-        with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
+        with gather_or_raise() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
                 draft = cut(wanted)
             ranks.append(_summary(draft, flops, sequences, counts))
@@ -128,7 +128,12 @@ def plan_mini_batch(
 
 
 def _as_they_run(
-    draft: list[_LaidOut], ranks: list[_RankSummary], own: int, sequences: Sequences, levels: Levels, forward_only: bool
+    draft: list[_LaidOut],
+    ranks: list[_RankSummary],
+    own: int,
+    sequences: Sequences,
+    levels: ActivationPolicy,
+    forward_only: bool,
 ) -> list[PlannedMicroBatch]:
     """This rank's micro-batches in the order in which they run, with what any rank has beside each."""
     orders = [np.argsort(np.negative(rank.costs), kind="stable").tolist() for rank in ranks]

@@ -22,7 +22,7 @@ from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.rules import check_engine
 from verl_pg_plugin.engine.compiled_layers import compile_layers
-from verl_pg_plugin.engine.ranks import agreement
+from verl_pg_plugin.engine.ranks import gather_or_raise
 from verl_pg_plugin.issue import SHARING_OFF, Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
@@ -43,7 +43,7 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
     With other kernels the log-probs of ranks would differ; where one rank compiles nothing, all others wait for it.
     Raises ValueError or RuntimeError for an option that the mode does not support, a missing kernel, RanksDifferError.
     """
-    with agreement() as ranks:
+    with gather_or_raise() as ranks:
         check_engine(engine_config, model_config)
         needs = attention_needs(model_config.hf_config.get_text_config())
         kernel = select_kernel(engine_config.prefix_grouper.attention_kernel, get_device_name(), needs)

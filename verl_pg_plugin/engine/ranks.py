@@ -27,7 +27,7 @@ def gather(value: T) -> list[T]:
 
 
 @contextmanager
-def agreement() -> Iterator[list[Any]]:
+def gather_or_raise() -> Iterator[list[Any]]:
     """A block that every rank runs and in which each appends one value; behind it the list has those of all ranks.
 
     What the block raises on one rank is a RankError on the others.

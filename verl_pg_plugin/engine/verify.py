@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.config import PrefixGrouperOptions
 from verl_pg_plugin.engine.plan import PlannedMicroBatch
-from verl_pg_plugin.engine.ranks import agreement, gather
+from verl_pg_plugin.engine.ranks import gather, gather_or_raise
 from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.layout import IntArray, Sequences
 
@@ -242,7 +242,7 @@ class Verifier:
                 steps = ((sign * NOISE_FACTOR, 1 + seed) for seed in range(NUM_FLIP_SEEDS) for sign in (1, -1))
                 moved = [relative_errors(compute_alone(partial(rounding_noise, *pair)), alone) for pair in steps]
                 max_error, worst = compare(got, alone, tolerances, moved)
-            with agreement() as ranks:
+            with gather_or_raise() as ranks:
                 if worst is not None:
                     raise MismatchError(self._message(samples[worst[0]], worst[1], micro_batch, kind))
                 ranks.append(None)

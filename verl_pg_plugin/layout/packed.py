@@ -62,7 +62,7 @@ class PackedLayout:
         response_index: (M,) logical index of the token in front of each response token, where verl reads it.
         response_head: (M,) index into [C ``cached_heads`` | N ``head_index``] of that token.
         num_sequences: B.
-        num_logical_tokens: tokens that computing every sequence alone without padding would run.
+        num_total_tokens: tokens that computing every sequence alone without padding would run.
         num_cached: c; the tokens at positions 0 .. c-1 of the split group's path that earlier chunks compute.
         cached_heads: (C,) positions of cached tokens whose LM head outputs this chunk's responses read, ascending.
         publish: (H,) packed tokens that later chunks read, at positions ``publish_start .. publish_start + H``.
@@ -85,7 +85,7 @@ class PackedLayout:
     response_index: IntArray
     response_head: IntArray
     num_sequences: int
-    num_logical_tokens: int
+    num_total_tokens: int
     num_cached: int = 0
     cached_heads: IntArray = field(default_factory=_empty)
     publish: IntArray = field(default_factory=_empty)
@@ -106,7 +106,7 @@ class PackedLayout:
     @property
     def shares_tokens(self) -> bool:
         """Whether a token belongs to more than one sequence: alone, a sequence of L tokens has L - 1."""
-        return self.is_chunk or self.num_tokens < self.num_logical_tokens - self.num_sequences
+        return self.is_chunk or self.num_tokens < self.num_total_tokens - self.num_sequences
 
     @property
     def reads_ancestors(self) -> bool:
@@ -224,7 +224,7 @@ def build_packed_layout(
         response_index=response_index,
         response_head=head_of_token[response_tokens],
         num_sequences=len(lengths),
-        num_logical_tokens=int(lengths.sum()),
+        num_total_tokens=int(lengths.sum()),
         num_cached=c,
         cached_heads=np.flatnonzero(needs_head[:c]),
         publish=publish - c,
@@ -275,7 +275,7 @@ def build_prefill(
         response_index=_empty(),  # its LM head outputs are read from the cache, not from verl's jagged tensor
         response_head=_empty(),
         cached_heads=_empty(),
-        num_logical_tokens=int(offsets[1] - offsets[0]),
+        num_total_tokens=int(offsets[1] - offsets[0]),
     )
 
 

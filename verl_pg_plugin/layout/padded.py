@@ -27,7 +27,7 @@ class PaddedLayout:
         head_index: (N,) flat index of the token that predicts each response token, ascending.
         response_index: (N,) place of that token in the sequences laid one after the other, where verl reads it.
         response_head: (N,) 0, 1, 2, ...: no token is shared by two response tokens.
-        num_logical_tokens: see ``PackedLayout``.
+        num_total_tokens: see ``PackedLayout``.
     """
 
     group_info: list[list[int]]
@@ -37,7 +37,7 @@ class PaddedLayout:
     head_index: IntArray
     response_index: IntArray
     response_head: IntArray
-    num_logical_tokens: int
+    num_total_tokens: int
 
     # As ``PackedLayout`` has them.
     shares_tokens = reads_ancestors = True
@@ -86,5 +86,5 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
         head_index=np.flatnonzero(predicts),
         response_index=places[predicts],
         response_head=np.arange(predicts.sum()),
-        num_logical_tokens=len(tokens),
+        num_total_tokens=len(tokens),
     )

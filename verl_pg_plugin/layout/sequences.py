@@ -84,7 +84,7 @@ class Sequences:
         """
         if self.lengths.max() < 2:
             idle = self._first_token_twice().build_layout()
-            return replace(idle, num_sequences=len(self.lengths), num_logical_tokens=len(self.tokens))
+            return replace(idle, num_sequences=len(self.lengths), num_total_tokens=len(self.tokens))
         return build_packed_layout(
             self.tokens,
             self.offsets,
@@ -104,7 +104,7 @@ class Sequences:
         For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all or none.
         """
         if self.lengths[0] < 2:
-            return replace(self._first_token_twice().build_idle_prefill(), num_logical_tokens=1)
+            return replace(self._first_token_twice().build_idle_prefill(), num_total_tokens=1)
         stop = 1 if self.inside is None else 1 + int(np.argmin(self.inside[1 : self.offsets[1]] > 0))
         layout = build_prefill(self.tokens, self.offsets, self.positions, start=0, stop=stop, first_label=stop)
         return replace(layout, publish=layout.publish[:0])

@@ -30,7 +30,7 @@ class Level(Enum):
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Bytes that activations may take on the device and in memory of the host, and what the device keeps in reserve.
 
     The reserve is for gaps between blocks and for the LM head. A group takes it where even one sequence needs it.

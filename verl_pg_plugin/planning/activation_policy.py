@@ -10,24 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_pg_plugin.planning.activation_level import Level, Room
+from verl_pg_plugin.planning.activation_level import Level, MemoryBudget
 from verl_pg_plugin.planning.memory import TokenBytes
 
 
 @dataclass(frozen=True)
-class Levels:
+class ActivationPolicy:
     """How micro-batches of a mini-batch get their level."""
 
     asked: Level | None = None  # of all of them; None to choose
     sizes: TokenBytes | None = None  # None where they are unknown
-    room: Room | None = None  # None where nothing limits it, as on a CPU
+    room: MemoryBudget | None = None  # None where nothing limits it, as on a CPU
     host_alone: bool = False  # levels on the host alone are chosen (verl's ``enable_activation_offload``)
     logits_at_once: bool = False  # the LM head holds the logits of all tokens with a label
     ranks: int = 1  # that share the tokens
     why_asked: str = "as asked"
 
     @classmethod
-    def of_settings(cls, activations: str, checkpointing: Any, **facts: Any) -> Levels:
+    def of_settings(cls, activations: str, checkpointing: Any, **facts: Any) -> ActivationPolicy:
         """As ``++prefix_grouper.activations`` and verl's ``enable_gradient_checkpointing`` ask."""
         if not checkpointing:
             return cls(**{**facts, "asked": Level.ALL, "why_asked": "without gradient checkpointing"})
@@ -117,7 +117,7 @@ class CacheWeights:
         return self.published * num_tokens + self.state * (num_tokens > 0)
 
 
-def cache_weights(levels: Levels, budget: int, forward_only: bool) -> CacheWeights:
+def cache_weights(levels: ActivationPolicy, budget: int, forward_only: bool) -> CacheWeights:
     """What tokens of a split group take of a ``budget`` of computed tokens.
 
     With a measured room, a token of the budget is worth room / budget bytes: a chunk computes at most so many tokens,

@@ -7,7 +7,7 @@ response is masked.
 import numpy as np
 
 from verl_pg_plugin.layout import PrefixOrder
-from verl_pg_plugin.planning.activation_policy import CacheWeights, Levels
+from verl_pg_plugin.planning.activation_policy import ActivationPolicy, CacheWeights
 from verl_pg_plugin.planning.micro_batches import SHORT_PREFIX, MicroBatch, MicroBatchLimits, cut_micro_batches
 
 
@@ -19,7 +19,7 @@ def cut_for_loss(
     at_least: int = 1,
     *,
     forward_only: bool = False,
-    levels: Levels = Levels(),  # noqa: B008
+    levels: ActivationPolicy = ActivationPolicy(),  # noqa: B008
 ) -> list[list[MicroBatch]]:
     """``cut_micro_batches``, in which groups without a loss token join others where those have room.
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, PrefixOrder, Sequences, share_states
-from verl_pg_plugin.planning.activation_policy import CacheWeights, Levels
+from verl_pg_plugin.planning.activation_policy import ActivationPolicy, CacheWeights
 
 MICRO_BATCH_COST = 350.0
 """Fixed cost of a micro-batch in tokens of an update: gathered weights, launches, the head's own. On an H200 one takes
@@ -64,14 +64,14 @@ def cut_micro_batches(
     at_least: int = 1,
     *,
     forward_only: bool = False,
-    levels: Levels = Levels(),  # noqa: B008
+    levels: ActivationPolicy = ActivationPolicy(),  # noqa: B008
 ) -> list[list[MicroBatch]]:
     """Partition the sequences of a mini-batch; ValueError where ``at_least`` exceeds them, or one exceeds the limits.
 
     Args:
         order: the B sequences and what they share.
         limits: of a micro-batch. Without ``max_tokens`` it has the room of as many of the longest sequences.
-        weights: of tokens that chunks read from each other; None where nothing is read (``carry=never``).
+        weights: of tokens that chunks read from each other; None where nothing is read (``prefix_cache=off``).
         at_least: number of micro-batches that another rank needs.
         forward_only: there is no backward, so nothing is prefilled.
         levels: which groups above ``max_tokens`` stay one micro-batch all the same.
@@ -131,7 +131,7 @@ class _Planner:
         order: PrefixOrder,
         limits: MicroBatchLimits,
         weights: CacheWeights | None,
-        levels: Levels,
+        levels: ActivationPolicy,
         prefill_cost: float,
     ) -> None:
         self.order, self.levels, self.prefill_cost = order, levels, prefill_cost

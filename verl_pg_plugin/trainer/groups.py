@@ -17,7 +17,7 @@ from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # verl's own level hides what is no warning
 
-ESTIMATED_TOKENS = "prefix_grouper/balance/estimated_rows"
+ESTIMATED_TOKENS = "prefix_grouper/balance/estimated_tokens"
 """Metric: tokens that all ranks compute in a mini-batch, as the balance expects; the mean, as of engine metrics."""
 
 
@@ -103,8 +103,8 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
     The numbers are tokens of a mini-batch. ``metrics`` are those of an update, numbers or one for each rank or
     mini-batch. V1's hold those of the balance too, and get the tokens that it expected over those that were computed.
     """
-    logical, physical, padding = (f"actor/prefix_grouper/{name}_tokens" for name in ("logical", "physical", "padding"))
-    if physical not in metrics:
+    names = [f"actor/prefix_grouper/{kind}_tokens" for kind in ("total", "computed", "padding")]
+    if names[1] not in metrics:
         return  # nothing was shared
     if not hasattr(trainer, "_pg_flops") and not hasattr(trainer, "_pg_tokens"):
         logger.warning(
@@ -114,16 +114,17 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
             "verl's, wrap the class with verl_pg_plugin.trainer.keep_groups",
             type(trainer).__qualname__,
         )
+    total, computed, padding = (metrics[name] for name in names)
     if ESTIMATED_TOKENS in metrics:
-        computed = float(metrics[physical] - metrics[padding])
-        metrics["prefix_grouper/balance/estimated_over_real_rows"] = metrics[ESTIMATED_TOKENS] / computed
-    counted = np.array([np.mean(metrics[logical]), np.mean(metrics[physical])])
-    step, total = getattr(trainer, "global_steps", 0), getattr(trainer, "total_training_steps", None)
-    logger.info("step %d/%s: %s", step, total or "?", _in_words(*counted))
+        over = metrics[ESTIMATED_TOKENS] / float(computed - padding)
+        metrics["prefix_grouper/balance/estimated_over_computed_tokens"] = over
+    counted = np.array([np.mean(total), np.mean(computed)])
+    step, last = getattr(trainer, "global_steps", 0), getattr(trainer, "total_training_steps", None)
+    logger.info("step %d/%s: %s", step, last or "?", _in_words(*counted))
     trainer._pg_tokens = getattr(trainer, "_pg_tokens", 0) + counted
-    if total and step >= total:
+    if last and step >= last:
         logger.info("shared prefixes, mean over the run: %s", _in_words(*trainer._pg_tokens))
 
 
-def _in_words(logical: float, computed: float) -> str:
-    return f"{1 - computed / logical:.1%} of tokens not computed, dedup ratio {logical / computed:.2f}"
+def _in_words(total: float, computed: float) -> str:
+    return f"{1 - computed / total:.1%} of tokens not computed, dedup ratio {total / computed:.2f}"
