@@ -12,7 +12,7 @@ from tests.architectures.outcome import EXACT, outcome_of
 from tests.architectures.test_every_model import SAMPLES
 from tests.architectures.tiny_configs import MODEL_TYPES, save_causal, tiny_config
 from tests.support import check_exact, make_engine
-from verl_pg_plugin.architectures import text_skeleton
+from verl_pg_plugin.skeleton import text_skeleton
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 from verl_pg_plugin.tested import EXACT_TYPES, TESTED_SWITCHES, untested_part
 
