@@ -58,7 +58,7 @@ def pack(samples: Sequence[Sample]) -> PackedTokens:
         for token, label in pairwise(samples[s].tokens):
             node = node_of.setdefault((node, token, label), len(node_of))
             path.append(node)
-        paths[s] = torch.tensor(path)
+        paths[s] = torch.tensor(path, dtype=torch.long)
     parent_T, token_T, label_T = torch.tensor(list(node_of)).unbind(1)
     position_T = torch.zeros_like(token_T)
     for path_L in paths.values():

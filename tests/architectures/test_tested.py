@@ -12,8 +12,8 @@ from tests.architectures.outcome import EXACT, outcome_of
 from tests.architectures.test_every_model import SAMPLES
 from tests.architectures.tiny_configs import MODEL_TYPES, save_causal, tiny_config
 from tests.support import check_exact, make_engine
-from verl_pg_plugin.skeleton import text_skeleton
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
+from verl_pg_plugin.skeleton import text_skeleton
 from verl_pg_plugin.tested import EXACT_TYPES, TESTED_SWITCHES, untested_part
 
 SWITCHED = {
@@ -52,7 +52,7 @@ def test_what_no_test_runs_is_named() -> None:
         return untested_part(text_skeleton(tiny_config(model_type, **switches)))
 
     assert why("gpt_neox", use_parallel_residual=False) == "no test runs gpt_neox with use_parallel_residual=False"
-    assert why("gemma3n_text", num_kv_shared_layers=1) == "no test runs gemma3n_text with num_kv_shared_layers=1"
+    assert why("gemma4_text", num_kv_shared_layers=1) == "no test runs gemma4_text with num_kv_shared_layers=1"
     assert why("stablelm") == "no test runs models of type stablelm"
     with patch.object(Qwen3MLP, "forward", lambda self, x: x):
         said = "model.layers.0.mlp of Qwen3ForCausalLM is a Qwen3MLP, whose code in tests.architectures.test_tested"

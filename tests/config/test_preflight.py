@@ -50,7 +50,8 @@ WORKING: dict[str, str] = {
     "++critic.fsdp.infer_micro_batch_size_per_gpu=8",
     "a_reference_policy_that_is_the_actor_without_its_adapter": f"{MODEL}.lora_rank=8 {ACTOR}.strategy=fsdp2 "
     f"{ACTOR}.use_kl_loss=True {REF}.ulysses_sequence_parallel_size=3",
-    "padded_groups_verified": f"{MODEL}.use_remove_padding=False prefix_grouper.verify=first",
+    "padded_groups_verified": f"{MODEL}.use_remove_padding=False {ACTOR}.use_dynamic_bsz=False "
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False {REF}.log_prob_use_dynamic_bsz=False prefix_grouper.verify=first",
     "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.prefix_cache=off "
     "prefix_grouper.verify=every_50 prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01",
 }

@@ -235,16 +235,23 @@ def test_one_wrong_token_of_a_mixture_of_experts_is_noticed_in_bf16(model_type: 
     engine = make_engine(save_causal(tmp_path, model_type), engine={**ALWAYS, **PRECISIONS["bf16"]})
     for seed in range(3):
         infer(engine, make_batch(random_samples(seed)))
-    compute = engine.compute
+    mini_batch = engine._mini_batch
 
-    def one_wrong_token(inputs: Any, *args: Any) -> dict[str, torch.Tensor]:
-        outputs = compute(inputs, *args)
-        if inputs.layout.shares_tokens:
-            log_probs = outputs["log_probs"]
-            log_probs.values()[log_probs.offsets()[1:] - 2] -= 5.0
-        return outputs
+    def broken(*args: Any) -> MiniBatch:
+        batch = mini_batch(*args)
+        compute = batch.compute
 
-    engine.compute = one_wrong_token
+        def one_wrong_token(inputs: Any, fields: TensorDict) -> dict[str, torch.Tensor]:
+            outputs = compute(inputs, fields)
+            if inputs.layout.shares_tokens:
+                log_probs = outputs["log_probs"]
+                log_probs.values()[log_probs.offsets()[1:] - 2] -= 5.0
+            return outputs
+
+        vars(batch)["compute"] = one_wrong_token
+        return batch
+
+    engine._mini_batch = broken
     with pytest.raises(MismatchError, match="log_probs of response token"):
         infer(engine, WHOLE)
 

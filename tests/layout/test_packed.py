@@ -70,11 +70,11 @@ def test_where_no_sequence_has_two_tokens_one_is_computed_that_nobody_reads() ->
     alone = batch_of(((5,), ()), ((6,), ())).as_numbers
     first = batch_of(((5,), ()), ((6, 7), (8,))).as_numbers
     prefills = [(sequences.build_idle_prefill(), 1) for sequences in (alone, first)]
-    for idle, num_logical in ((alone.lay_out(), 2), *prefills):
+    for idle, num_logical in ((alone.build_layout(), 2), *prefills):
         assert (idle.input_ids.tolist(), idle.position_ids.tolist(), idle.token_index.tolist()) == ([5], [0], [0])
         assert (idle.num_total_tokens, idle.shares_tokens, idle.is_chunk) == (num_logical, False, False)
         assert not len(idle.head_index) + len(idle.response_index)
-    assert first.lay_out().num_tokens == 2
+    assert first.build_layout().num_tokens == 2
 
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))

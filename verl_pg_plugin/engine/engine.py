@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
@@ -31,7 +30,7 @@ from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix
 from verl_pg_plugin.engine.heads import ForwardOutputs, LogProbHead, install_head, language_model_outputs, value_outputs
 from verl_pg_plugin.engine.inputs import SequenceSelector
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
-from verl_pg_plugin.engine.micro_batch import MiniBatch, run_micro_batch
+from verl_pg_plugin.engine.micro_batch import MiniBatch, reshard, run_micro_batch
 from verl_pg_plugin.engine.plan import Plan, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
     check_no_dropout,
@@ -273,9 +272,7 @@ class SharedPrefixEngine(FSDPEngine):
         if forward_only or get_device_name() != "cuda":
             return levels
         weights = self._weight_bytes
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):  # may be whole behind a forward alone, and is counted in ``gathered``
-                part.reshard()
+        reshard(self.module)  # what is gathered is counted in ``gathered``
         with gather_or_raise() as rooms:  # the slowest rank sets the pace, and under Ulysses all must cut alike
             rooms.append(memory_budget_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
         least = (min(getattr(room, part) for room in rooms) for part in ("device", "host", "reserve"))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from verl_pg_plugin.attention.cache import PrefixCache
 from verl_pg_plugin.attention.kernels import Kernel
@@ -99,8 +100,16 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
         costs.num_verified += len(set(samples))
         max_error = batch.verifier.check(got, alone, planned, samples, fields, batch.kind)
         costs.verify_max_error = max(costs.verify_max_error, max_error)
+        reshard(batch.module)
     costs.num_padding += inputs.num_padding
     return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
+
+
+def reshard(module: nn.Module) -> None:
+    """Free weights that FSDP2 keeps gathered after a forward alone; their gradients are those of the shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _prefill(batch: MiniBatch, planned: PlannedMicroBatch) -> None:
