@@ -53,7 +53,7 @@ def trainer(config: DictConfig) -> Any:
 def test_an_import_of_a_verl_without_the_method_or_its_class_warns_or_goes_on(monkeypatch, caplog) -> None:
     monkeypatch.delattr(PPOTrainer, "_balance_batch")
     verl_pg_plugin._keep_groups()
-    told = "may cost sharing: verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl"
+    told = "UpstreamChangedError: verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl"
     assert told in caplog.text
     monkeypatch.delattr(verls, "PPOTrainer")
     verl_pg_plugin._keep_groups()

@@ -6,6 +6,7 @@ are verl's.
 """
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -73,7 +74,6 @@ class SharedPrefixEngine(FSDPEngine):
     _is_lora: bool
     _uses_fsdp2_cpu_offload_policy: bool
 
-    _forward_outputs: Any  # the function of ``engine.heads`` that calls the model
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
     _told_level = False
     _why_asked = "as asked"
@@ -236,6 +236,11 @@ class SharedPrefixEngine(FSDPEngine):
         with compiling() if self.compiles else nullcontext():
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
+    @property
+    @abstractmethod
+    def _forward_outputs(self) -> ForwardOutputs:
+        """The function of ``engine.heads`` that calls the model."""
+
     def plan(self, data: TensorDict, forward_only: bool) -> Plan:
         """Plan a mini-batch, together with the other ranks; see ``plan_mini_batch``."""
         plan = plan_mini_batch(
@@ -306,7 +311,9 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
 class SharedPrefixValueModel(SharedPrefixEngine):
     """Value-model engine: ``values`` of the tokens in front of responses, by a token classifier with one label."""
 
-    _forward_outputs = staticmethod(value_outputs)
+    @property
+    def _forward_outputs(self) -> ForwardOutputs:
+        return value_outputs
 
     def _build_module(self) -> nn.Module:
         # verl loads value models for flash-attn only, which shared prefixes cannot use.

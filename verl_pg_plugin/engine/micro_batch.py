@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from verl_pg_plugin.engine.inputs import ModelInputs, SequenceSelector, make_con
 from verl_pg_plugin.engine.metrics import MiniBatchCosts
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
 from verl_pg_plugin.engine.prepare import SharedModel
-from verl_pg_plugin.engine.verify import Noise, Responses, Verifier, read_responses
+from verl_pg_plugin.engine.verify import Noise, Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.layout import Layout, Sequences
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.planning.activation_level import Level
@@ -82,6 +82,12 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
     # Forwards without gradient run first: FSDP2 expects the backward right after its forward.
     consumed = [] if forward_only else batch.cache.consume(planned.layout)
     _prefill(batch, planned)
+    samples = batch.verifier.choose(planned, sequences, batch.kind)
+    if samples:
+        alone = cache(partial(_compute_alone, batch, [planned.sequences[sample] for sample in samples]))
+        alone(None)
+        if batch.verifier.options.verify_tolerance is None:
+            alone(rounding_noise)
     access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
     checkpoint = None if planned.level is Level.ALL else LayerCheckpoints(planned.level, batch.copier).run
     inputs = batch.inputs(planned.layout, sequences, cache=access, checkpoint=checkpoint)
@@ -94,9 +100,8 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
         batch.backward(loss)
 
     outputs = {name: values.detach() for name, values in outputs.items()}
-    if samples := batch.verifier.choose(planned, sequences, batch.kind):
+    if samples:
         got = read_responses(outputs, samples, sequences.prompt_lengths)
-        alone = partial(_compute_alone, batch, [planned.sequences[sample] for sample in samples])
         costs.num_verified += len(set(samples))
         max_error = batch.verifier.check(got, alone, planned, samples, fields, batch.kind)
         costs.verify_max_error = max(costs.verify_max_error, max_error)

@@ -103,7 +103,7 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
     The numbers are tokens of a mini-batch. ``metrics`` are those of an update, numbers or one for each rank or
     mini-batch. V1's hold those of the balance too, and get the tokens that it expected over those that were computed.
     """
-    names = [f"actor/prefix_grouper/{kind}_tokens" for kind in ("total", "computed", "padding")]
+    names = [f"actor/prefix_grouper/{kind}_tokens" for kind in ("total", "computed")]
     if names[1] not in metrics:
         return  # nothing was shared
     if not hasattr(trainer, "_pg_flops") and not hasattr(trainer, "_pg_tokens"):
@@ -114,9 +114,9 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
             "verl's, wrap the class with verl_pg_plugin.trainer.keep_groups",
             type(trainer).__qualname__,
         )
-    total, computed, padding = (metrics[name] for name in names)
+    total, computed = (metrics[name] for name in names)
     if ESTIMATED_TOKENS in metrics:
-        over = metrics[ESTIMATED_TOKENS] / float(computed - padding)
+        over = metrics[ESTIMATED_TOKENS] / float(computed - metrics["actor/prefix_grouper/padding_tokens"])
         metrics["prefix_grouper/balance/estimated_over_computed_tokens"] = over
     counted = np.array([np.mean(total), np.mean(computed)])
     step, last = getattr(trainer, "global_steps", 0), getattr(trainer, "total_training_steps", None)
