@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from tensordict import TensorDict
 
-from verl_pg_plugin.engine.batch import check_batch, limits_of, read_sequences, regular
+from verl_pg_plugin.engine.batch import check_batch, limits_of, normalize_batch, read_sequences
 from verl_pg_plugin.engine.ranks import gather_or_raise
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Kind, Modality
@@ -92,7 +92,7 @@ def plan_mini_batch(
     Where a rank has a batch that it cannot compute, it raises ValueError and the others RankError.
     """
     with gather_or_raise() as ranks:
-        data = regular(data)
+        data = normalize_batch(data)
         check_batch(data, packed, fused_head)
         sequences = read_sequences(data, modality, rope_length_limit)
         order = sequences.order()
