@@ -27,7 +27,7 @@ from verl_pg_plugin.planning.activation_level import Level
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What all micro-batches of a mini-batch share, and the forward of the model."""
+    """Settings, plan and cache of a mini-batch, and the forward of the model."""
 
     module: nn.Module
     forward_outputs: ForwardOutputs  # ``heads.language_model_outputs`` or ``heads.value_outputs``

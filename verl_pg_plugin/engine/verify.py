@@ -38,7 +38,7 @@ NOISE_FACTOR = 4
 OUTLIER_FACTOR = 16
 """Noise over the median, above which it is no rounding: normal noise exceeds it in one token of 10^26."""
 NUM_FLIP_SEEDS = 8
-"""Pairs of forwards with opposite noise, one of which flips a token at a tie."""
+"""Pairs of forwards with opposite noise: at a tie of experts one of the two flips the token."""
 
 # bf16 and fp16 products are summed in float32 and rounded once; float32 sums round at each term.
 _ROUNDING_STEP = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 16.0}
