@@ -187,7 +187,7 @@ class SharedPrefixEngine(FSDPEngine):
             if not returns_outputs:
                 del result["model_output"]
             results.append(result)
-        self.verifier.end_mini_batch(batch.kind)
+        self.verifier.end_mini_batch(batch.kind, batch.costs.num_verified, batch.costs.verify_max_error)
         if batch.cache.num_tokens:
             raise RuntimeError(f"the gradients of {batch.cache.num_tokens} cached tokens were never consumed")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
@@ -30,15 +30,15 @@ from verl_pg_plugin.transfer import send
 logger = logging.getLogger(__name__)
 TOP_K_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
 """Per-token outputs of verl's loss over a teacher's top k."""
-ForwardOutputs = Callable[..., tuple[list[str], torch.Tensor]]
+ForwardOutputs = Callable[..., tuple[list[str], Tensor]]
 """(model, ``ModelInputs``, verl's fields, loss) -> C names and (N, C) outputs of a rank's labels."""
-FusedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+FusedKernel = Callable[..., tuple[Tensor, Tensor]]
 """((N, E) hidden states, (V, E) weight, (N,) labels, temperature) -> (N,) log-probs and (N,) entropy."""
-TopKLoss = Callable[[torch.Tensor, slice], list[torch.Tensor]]
+TopKLoss = Callable[[Tensor, slice], list[Tensor]]
 """((M, V) logits of the labels in a slice, the slice) -> outputs, (M,) each."""
 
 
-def teacher_top_k(loss: Callable[..., Any] | None, micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
+def teacher_top_k(loss: Callable | None, micro_batch: TensorDict, index: Tensor) -> TopKLoss:
     """Return a function that computes ``TOP_K_OUTPUTS`` of a chunk of labels by verl's loss.
 
     verl calls ``loss`` with the student's logits inside of the forward, and later with the outputs of that call.
@@ -50,7 +50,7 @@ def teacher_top_k(loss: Callable[..., Any] | None, micro_batch: TensorDict, inde
     # verl's loss cuts its inputs into an equal part for each Ulysses rank, but these are already this rank's part.
     ranks = get_ulysses_sequence_parallel_world_size()
 
-    def outputs(logits_NV: torch.Tensor, part: slice) -> list[torch.Tensor]:
+    def outputs(logits_NV: Tensor, part: slice) -> list[Tensor]:
         bounds = send(torch.tensor([0, ranks * len(logits_NV)]), logits_NV.device)
         of_part = {
             name: torch.nested.nested_tensor_from_jagged(values[part].repeat(ranks, 1), bounds)
@@ -66,11 +66,11 @@ def teacher_top_k(loss: Callable[..., Any] | None, micro_batch: TensorDict, inde
 class LogProbRequest:
     """Outputs to compute for N labels."""
 
-    labels: torch.Tensor  # (N,) int64
-    temperature: torch.Tensor | float  # (N,) float32, or one for all labels
+    labels: Tensor  # (N,) int64
+    temperature: Tensor | float  # (N,) float32, or one for all labels
     with_entropy: bool
     with_sum_pi_squared: bool
-    entropy_from_logits: Callable[[torch.Tensor], torch.Tensor]  # verl's
+    entropy_from_logits: Callable[[Tensor], Tensor]  # verl's
     top_k: TopKLoss | None = None
     with_log_probs: bool = True  # False if the top-k loss is the whole loss
 
@@ -80,9 +80,9 @@ class LogProbRequest:
         flags = (self.with_sum_pi_squared, self.with_entropy, self.with_log_probs)
         return [*(TOP_K_OUTPUTS if self.top_k else ()), *compress(("sum_pi_squared", "entropy", "log_probs"), flags)]
 
-    def outputs(self, logits_NV: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
+    def outputs(self, logits_NV: Tensor, part: slice = slice(None)) -> Tensor:
         """Return (N, len(names)) float32 from the logits of the labels in ``part``, by verl's functions."""
-        if isinstance(self.temperature, torch.Tensor):
+        if isinstance(self.temperature, Tensor):
             logits_NV = logits_NV / self.temperature[part].clamp(min=1e-8).to(logits_NV.dtype).unsqueeze(-1)
         elif self.temperature != 1.0:
             logits_NV = logits_NV / max(self.temperature, 1e-8)
@@ -98,15 +98,11 @@ class LogProbRequest:
 
 
 def read_request(
-    micro_batch: TensorDict,
-    inputs: ModelInputs,
-    loss: Callable[..., Any] | None,
-    config: Any,
-    entropy: Callable[..., torch.Tensor],
+    micro_batch: TensorDict, inputs: ModelInputs, loss: Callable | None, config: Any, entropy: Callable[..., Tensor]
 ) -> LogProbRequest:
     """Read the request from the fields of a micro-batch on the device; ``config`` is verl's engine config."""
     temperature = micro_batch["temperature"]
-    if isinstance(temperature, torch.Tensor):
+    if isinstance(temperature, Tensor):
         per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
         temperature = per_sample.index_select(0, inputs.label_sequence)
     else:
@@ -150,7 +146,7 @@ class LogProbHead:
         finally:
             self._request = None
 
-    def forward(self, hidden_1NE: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_1NE: Tensor) -> Tensor:
         """Return (1, N, V) logits, or (1, N, len(names)) outputs of the request."""
         if (request := self._request) is None:
             return F.linear(hidden_1NE, self.head.weight, self.head.bias)
@@ -162,11 +158,11 @@ class LogProbHead:
         columns = [entropy, log_probs] if request.with_entropy else [log_probs]
         for column in columns:
             if column.requires_grad:
-                column.register_hook(torch.Tensor.contiguous)  # stack's gradient is strided; Triton kernels reject it
+                column.register_hook(Tensor.contiguous)  # stack's gradient is strided; Triton kernels reject it
         return torch.stack([column.to(log_probs.dtype) for column in columns], dim=-1).unsqueeze(0)
 
 
-def value_outputs(module: nn.Module, inputs: ModelInputs, *_: Any) -> tuple[list[str], torch.Tensor]:
+def value_outputs(module: nn.Module, inputs: ModelInputs, *_: Any) -> tuple[list[str], Tensor]:
     """Call a token classifier with one label; return ``values`` at the tokens that predict responses."""
     values_GS1 = module(**inputs.keywords).logits
     return ["values"], inputs.at_labels(values_GS1.index_select(1, inputs.head_columns))
@@ -176,12 +172,12 @@ def language_model_outputs(
     module: nn.Module,
     inputs: ModelInputs,
     fields: TensorDict,
-    loss: Callable[..., Any] | None,
+    loss: Callable | None,
     *,
     head: LogProbHead | None,
     config: Any,
-    entropy: Callable[..., torch.Tensor],
-) -> tuple[list[str], torch.Tensor]:
+    entropy: Callable[..., Tensor],
+) -> tuple[list[str], Tensor]:
     """Call a language model; return ``log_probs``, ``entropy`` and other outputs. See ``read_request``.
 
     Without a ``head``, or if it leaves the request to the linear layer, all logits are held at once.
@@ -238,13 +234,8 @@ class _ChunkedOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NE: torch.Tensor,
-        weight_VE: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        request: LogProbRequest,
-        chunk_size: int,
-    ) -> torch.Tensor:
+        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, request: LogProbRequest, chunk_size: int
+    ) -> Tensor:
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V)
         ctx.request = request
         device = hidden_NE.device.type
@@ -253,7 +244,7 @@ class _ChunkedOutputs(torch.autograd.Function):
         return torch.cat([request.outputs(F.linear(hidden_NE[part], weight_VE, bias_V), part) for part in ctx.parts])
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_NC,) = grad_outputs
         hidden_NE, weight_VE, bias_V = ctx.saved_tensors
         wide = torch.promote_types(weight_VE.dtype, torch.float32)
@@ -278,7 +269,7 @@ class _ChunkedOutputs(torch.autograd.Function):
         return grad_hidden, *narrowed, None, None
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute ``total += a @ b`` without rounding the product to the dtype of the factors."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -52,14 +52,12 @@ def select_on_all_ranks(engine_config: Any, model_config: Any) -> tuple[Kernel, 
         why = f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})"
         ranks.append((kernel.name, compiles, f"{platform.node()} has {why}"))
     if len({(name, compiled) for name, compiled, _ in ranks}) > 1:
-        choices: dict[str, list[int]] = {}
-        for rank, (_, _, choice) in enumerate(ranks):
-            choices.setdefault(choice, []).append(rank)
+        choices = [choice for _, _, choice in ranks]
+        ranks_of = {choice: [rank for rank, other in enumerate(choices) if other == choice] for choice in choices}
         raise RanksDifferError(
             "ranks decided differently, as their machines differ: "
-            + "; ".join(f"{choice} on ranks {of_choice}" for choice, of_choice in choices.items())
-            + f". Fix: install the same packages on all machines, or set {ATTENTION_KERNEL}=<one that all can run> and "
-            f"{COMPILE_LAYERS}=False"
+            f"{'; '.join(f'{choice} on ranks {those}' for choice, those in ranks_of.items())}. Fix: install the same "
+            f"packages on all machines, or set {ATTENTION_KERNEL}=<one that all can run> and {COMPILE_LAYERS}=False"
         )
     if compiles:  # gradients of queries, keys and values must have the strides of the compiled forward's outputs
         kernel = replace(kernel, heads_first=True)

@@ -175,11 +175,7 @@ class Verifier:
         self._seen: Counter[str] = Counter()
         self._verified: dict[str, bool] = {}  # verified kinds -> True if a verified micro-batch read ancestors
         self._before: dict[str, bool] = {}  # the same before this mini-batch
-        self._turn = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._num_samples, self._max_error, self._seconds = 0, 0.0, 0.0
+        self._turn, self._seconds = 0, 0.0
 
     def choose(self, planned: PlannedMicroBatch, sequences: Sequences, kind: str) -> list[int]:
         """Return the samples of a micro-batch to verify; call once for each. ``kind`` is "update" or "forward-only".
@@ -239,20 +235,17 @@ class Verifier:
                     raise MismatchError(self._message(samples[worst[0]], worst[1], micro_batch, kind))
                 ranks.append(None)
         self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
-        self._num_samples += len(set(samples))
-        self._max_error = max(self._max_error, max_error)
         self._seconds += time.perf_counter() - start
         return max_error
 
-    def end_mini_batch(self, kind: str) -> None:
-        """Log what was verified in a mini-batch."""
-        if self._num_samples:
+    def end_mini_batch(self, kind: str, num_samples: int, max_error: float) -> None:
+        """Log how many samples of a mini-batch were verified, and their largest error."""
+        if num_samples:
             # The first of a kind as a warning: verl's workers hide lower levels, its trainer metrics of log-probs.
             level = logging.INFO if kind in self._before else logging.WARNING
             text = "%s mini-batch verified in %.1f s: %d samples alone differ by at most %.3g"
-            logger.log(level, text, kind, self._seconds, self._num_samples, self._max_error)
-        self._before = dict(self._verified)
-        self._begin()
+            logger.log(level, text, kind, self._seconds, num_samples, max_error)
+        self._before, self._seconds = dict(self._verified), 0.0
 
     def _message(self, sample: int, difference: str, micro_batch: TensorDict, kind: str) -> str:
         uids = tu.get(micro_batch, "uid")
