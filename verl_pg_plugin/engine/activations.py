@@ -1,8 +1,8 @@
 """Activation checkpoints of decoder layers at the level of each micro-batch, and the memory that is free for them.
 
 A checkpoint keeps a layer's inputs and, at the attention levels, the attention outputs; the backward recomputes the
-rest. Levels ``on_host`` copy kept tensors to pinned memory after the layer and fetch them during the backward of the
-next layer, so at most two layers are on the device. Records refer to each other weakly: a freed graph frees its copies.
+rest. Levels ``on_host`` copy kept tensors to pinned memory after the layer. The backward of the next layer fetches
+them, so the device holds at most two layers. Records refer to each other weakly: a freed graph frees its copies.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         mounted, limit, used, files = VERSION1 if controllers else VERSION2
         top = root / mounted
         folder = top / path.lstrip("/")
-        for group in (folder, *folder.parents):  # in a container only the last folders may exist
+        for group in (folder, *folder.parents):  # a container may not show the whole path
             if (group / limit).is_file() and (most := (group / limit).read_text().strip()) != "max":
                 file = group / "memory.stat"
                 stat = dict(line.split() for line in file.read_text().splitlines()) if file.is_file() else {}

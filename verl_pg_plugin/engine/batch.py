@@ -33,12 +33,11 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
         raise BatchError(f"force_group_size={size} keeps neighbours together, and {why}. Fix: {SHARING_OFF}")
     if not fused_head:
         return
+    sums_squares = tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)
     missing = {
         "a temperature for each sample (only one for all)": isinstance(data["temperature"], torch.Tensor),
         "the logits that forward_kl_topk reads": uses_top_k(data),
-        "the probabilities that calculate_sum_pi_squared=True reads": tu.get_non_tensor_data(
-            data, "calculate_sum_pi_squared", default=False
-        ),
+        "the probabilities that calculate_sum_pi_squared=True reads": sums_squares,
     }
     for what, is_required in missing.items():
         if is_required:
@@ -129,8 +128,8 @@ def normalize_batch(data: TensorDict) -> TensorDict:
     """Return a shallow copy of the batch whose jagged fields are stored as verl's losses and the layout read them.
 
     Fields of ``torch.nested.narrow``, which skip values, are copied. ``position_ids`` of D dimensions become (D, tokens
-    of all sequences): verl's transfer queue stores (B * D, L) if all B sequences have length L, and
-    ``maybe_fix_3d_position_ids`` of verl 0.9.1 leaves the numbers where they are.
+    of all sequences). verl's transfer queue stores (B * D, L) if all B sequences have length L, which
+    ``maybe_fix_3d_position_ids`` of verl 0.9.1 does not reorder.
     """
     changed = data.copy()
     position_ids, input_ids = data.get("position_ids", None), data.get("input_ids", None)

@@ -26,11 +26,12 @@ from verl_pg_plugin.config.compile import COMPILE_LAYERS, MANAGED, WHOLE
 from verl_pg_plugin.gradient_checkpointing import CHECKPOINTS_FORWARD
 
 DYNAMO_SETTINGS: dict[str, Any] = {
-    # One graph for each kind of layer, with and without gradient; above torch's default of 8 it would stop compiling.
+    # Each kind of layer has a graph with and one without gradient; above its default of 8 torch would stop compiling.
     "recompile_limit": 64,
     "fail_on_recompile_limit_hit": True,
-    # Epsilons, scales and counts of heads and experts are constants: no symbols that every call converts and checks.
+    # Epsilons and scales are constants; as symbols every call would convert and check them.
     "specialize_float": True,
+    # So are counts of heads and experts; without these guards torch makes those of FSDP modules symbols, in loops.
     "skip_fsdp_guards": False,
 }
 AUTOGRAD_SETTINGS: dict[str, Any] = {
@@ -103,7 +104,7 @@ def fix_sizes(layer: nn.Module) -> None:
 
 
 def let_flat_parameters_compile(module: Any) -> None:
-    """Let torch compile the layers of a model that FSDP1 has wrapped.
+    """Let torch compile the layers of a model that FSDP1 has wrapped; call it before the first forward.
 
     What: set ``_fsdp_use_orig_params`` of the modules that FSDP manages, which FSDP never reads.
     Why: where it is False dynamo silently runs the module uncompiled. A layer's ``forward`` runs after FSDP's hooks,

@@ -125,8 +125,8 @@ def read_request(
 class LogProbHead:
     """Replaces the ``forward`` of a model's output embedding; without a request it is the linear layer.
 
-    A ``fused`` kernel computes every request. Without one, logits of ``chunk_size`` labels are held at once, and a
-    request of up to two chunks is left to the linear layer, since chunks compute their logits twice.
+    A ``fused`` kernel computes every request. Without one, logits of ``chunk_size`` labels are held at once, and the
+    linear layer computes requests of up to two chunks, since chunks compute their logits twice.
     """
 
     def __init__(self, head: nn.Linear, chunk_size: int = 0, fused: FusedKernel | None = None) -> None:

@@ -83,11 +83,9 @@ def plan_mini_batch(
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
         packed: packed mode, else upstream's padded groups.
         caches: chunks of split groups read tokens from each other, and cached tokens count towards the budget.
-        levels: activation policy with the least memory of any rank.
         fused_head: verl's fused kernels compute the log-probs.
         rope_length_limit: maximum length of a sequence (``architectures.rope_length_limit``).
         sp_size: Ulysses ranks, which share each sequence; multiplies the token budget as in verl.
-        dp_rank: this rank's data-parallel rank.
 
     A rank with an invalid batch raises ValueError or KeyError, and the others RankError.
     """

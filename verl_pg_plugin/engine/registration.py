@@ -1,8 +1,8 @@
 """Register our FSDP and VeOmni engines with verl; ``config.engine_config`` checks that verl would build them.
 
-verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") precede the stock ones; for
-"cpu" verl has no entry (verl 0.9.1, workers/engine/base.py, EngineRegistry). An entry is a class that builds our engine
-or verl's, depending on the engine config. Our engine is imported only then.
+verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") precede the stock ones. verl
+0.9.1 has no entry for "cpu" (workers/engine/base.py, EngineRegistry). Our entries build our engine or verl's, depending
+on the engine config, and import ours only then.
 """
 
 from pkgutil import resolve_name
