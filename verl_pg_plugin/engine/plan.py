@@ -54,7 +54,7 @@ _LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]
 
 
 class _RankSummary(NamedTuple):
-    """Sent to all ranks; n is the number of micro-batches in a group."""
+    """Summary of a rank's draft for the other ranks; n is the number of micro-batches in a group."""
 
     costs: list[float]  # for each group the mean FLOPs of a micro-batch with its prefill
     flags: list[np.ndarray]  # for each group (n, 3) in running order: prefills, shares tokens, reads ancestors

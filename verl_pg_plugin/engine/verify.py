@@ -152,7 +152,7 @@ def rounding_noise(steps: int = 1, seed: int = 0) -> Noise:
 
 
 class MismatchError(RuntimeError):
-    """A sample differs with shared prefixes from the same sample alone."""
+    """Outputs of a sample with shared prefixes differ from those of the sample alone."""
 
 
 class Verifier:
