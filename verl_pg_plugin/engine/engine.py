@@ -73,7 +73,7 @@ class SharedPrefixEngine(FSDPEngine):
     _is_lora: bool
     _uses_fsdp2_cpu_offload_policy: bool
 
-    _forward_outputs: Any  # the function of ``engine.heads`` that calls the model
+    _forward_outputs: Any = None  # subclasses set the function of ``engine.heads`` that calls the model
     log_prob_head: LogProbHead | None = None  # None if all logits are held at once
     _logged_level = False
     _why_level = "as asked"
