@@ -219,7 +219,7 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
         monkeypatch.setattr(
             engine_module, "memory_budget_of_rank", lambda *_, given=(device, host): MemoryBudget(*given)
         )
-        engine._told_level = False
+        engine._logged_level = False
         assert level in {p.level.value for p in engine.plan(CUT.copy(), forward_only=False).micro_batches}
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
         results.append(update_at("auto", engine, CUT))

@@ -139,5 +139,5 @@ def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:
     batch = with_teacher(make_batch(MIXED, calculate_entropy=False))
     loss = loss_of("k1", True, False)
     support.update(engine, batch, loss)
-    with pytest.raises(BatchError, match=r"forward_kl_topk reads; set .*use_fused_kernels=False"):
+    with pytest.raises(BatchError, match=r"forward_kl_topk reads\. Fix: set .*use_fused_kernels=False"):
         support.update(engine, top_k_batch(MIXED), loss)

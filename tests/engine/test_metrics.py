@@ -87,7 +87,7 @@ def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> Non
     """Ranks wait for each other in every layer."""
     batch = make_batch([*group(4, [6] * 8, 2), *group(40, [6], 1)], max_token_len_per_gpu=60)
     for flops in (ModelFlops(0.0, 0.0, (PairCost(1.0),)), ModelFlops(1.0, 0.0, ())):
-        options = {"packed": True, "carries": False, "forward_only": False, "levels": ActivationPolicy()}
+        options = {"packed": True, "caches": False, "forward_only": False, "levels": ActivationPolicy()}
         layouts = [p.layout for p in plan_mini_batch(batch.clone(), TEXT, flops, **options).micro_batches]
         costs = [flops.forward([layout]) for layout in layouts]
         assert costs == sorted(costs, reverse=True)

@@ -73,7 +73,7 @@ def test_a_model_whose_config_does_not_tell_its_layers_is_refused_and_not_run_wi
 @pytest.mark.parametrize(
     ("model_class", "said"),
     [
-        (OwnTableForCausalLM, "own_of_tests: its class looks attention up in a table of its own (let it call "),
+        (OwnTableForCausalLM, "own_of_tests: its class looks attention up in its own table. Fix: let it call "),
         (NoKeywordsForCausalLM, "NoKeywordsForCausalLM: NoKeywordsForCausalLM.forward takes no other keywords"),
         (NoKeywordsInDecoderForCausalLM, "NoKeywordsInDecoderForCausalLM: OwnDecoder.forward takes no other keywords"),
     ],

@@ -74,7 +74,7 @@ def build_on_unlike_machines(rank: int, path: str) -> None:
     fast = replace(KERNELS["sdpa"], package="fast-attention" if rank == 1 else None, install="pip install it")
     kernel = (
         r"attention kernel fast \(.* on ranks \[0\]; .*attention kernel sdpa \(.*fast needs fast-attention, which "
-        r"is not installed: pip install it\).* on ranks \[1\]; .* set \+\+prefix_grouper\.attention_kernel="
+        r"is not installed: pip install it\).* on ranks \[1\]\. .* set \+\+prefix_grouper\.attention_kernel="
     )
     with (
         patch.dict(KERNELS, {"fast": fast}),
@@ -86,7 +86,7 @@ def build_on_unlike_machines(rank: int, path: str) -> None:
     compiles = (rank == 0, "it has a C++ compiler" if rank == 0 else "it has none: install g++")
     compiler = (
         r"layers compiled \(it has a C\+\+ compiler\) on ranks \[0\]; .*layers not compiled \(it has none: install "
-        r"g\+\+\) on ranks \[1\]; .* set .*\+\+prefix_grouper\.compile_layers=False"
+        r"g\+\+\) on ranks \[1\]\. .* set .*\+\+prefix_grouper\.compile_layers=False"
     )
     unlike = patch.object(prepare, "layer_compilation", lambda engine: compiles)
     with unlike, pytest.raises(RanksDifferError, match=compiler):

@@ -1,9 +1,8 @@
-"""Activation checkpoints of decoder layers, at a level for each micro-batch, and the memory that is free for them.
+"""Activation checkpoints of decoder layers at the level of each micro-batch, and the memory that is free for them.
 
-Gradient checkpointing keeps a layer's inputs and, in the levels of attention, what the attention kernel computed; the
-rest runs once more in the backward. Levels ``on_host`` copy what is kept to pinned memory after the layer and bring it
-back during the backward of the next layer, so that at most two layers are on the device. Each record refers to the one
-before it weakly: a graph that dies takes its copies along.
+A checkpoint keeps a layer's inputs and, at the attention levels, the attention outputs; the backward recomputes the
+rest. Levels ``on_host`` copy kept tensors to pinned memory after the layer. The backward of the next layer fetches
+them, so the device holds at most two layers. Records refer to each other weakly: a freed graph frees its copies.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from verl_pg_plugin.attention.context import ForwardContext
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, MemoryBudget
 
 SMALLEST = 1 << 20
-"""Bytes below which a tensor stays on the device: its copy would cost more than it frees."""
+"""Bytes below which a tensor stays on the device."""
 SLAB = 64 << 20
-"""Bytes of a block of pinned memory: torch rounds blocks up to powers of two, and pins anew what fits none it has."""
+"""Bytes of a block of pinned memory; torch rounds blocks up to powers of two and pins a new one if no free one fits."""
 HOST_RESERVE = 0.2
-"""Of a host's memory, left free: what other processes of the run will still ask for."""
+"""Fraction of the host's memory that is left to other processes of the run."""
 VERSION1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 VERSION2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-"""Of control groups: their root, files of what they may hold and do hold, and what of that can be dropped."""
+"""Of a cgroup version: mount point, file of the limit, file of the usage, key of the page cache that can be dropped."""
 
 
 def checkpoint_layer(call: partial[Any], *args: Any) -> Any:
-    """Run a decoder layer under the checkpoint of its context; stands in for ``_gradient_checkpointing_func``.
+    """Run a decoder layer under the checkpoint of its context; replaces ``_gradient_checkpointing_func``.
 
-    transformers passes the layer as a partial that holds all its keywords, the context among them.
+    transformers passes the layer as a partial with all keywords, which include the context.
     """
     context: ForwardContext | None = call.keywords.get("prefix_grouper")
     if context is None or context.checkpoint is None or not torch.is_grad_enabled():
@@ -47,24 +46,24 @@ def checkpoint_layer(call: partial[Any], *args: Any) -> Any:
 
 
 class LayerCheckpoints:
-    """The activation checkpoints of one micro-batch; no ``copier`` on a CPU, whose memory is the host's."""
+    """Activation checkpoints of one micro-batch; ``copier`` is None on a CPU."""
 
     def __init__(self, level: Level, copier: PinnedCopier | None) -> None:
         self.level, self._copier = level, copier if level.on_host else None
         self._last: Callable[[], CheckpointRecord | None] = lambda: None
 
     def run(self, context: ForwardContext, call: partial[Any], *args: Any) -> Any:
-        """Run a layer with a record of its own, which its backward reads again."""
+        """Run a layer with a new record, which its backward reads."""
         record, before = CheckpointRecord(self._copier, self._last), self._last()
         self._last = weakref.ref(record)
         if self.level.keeps_attention:
             call = partial(call, prefix_grouper=context.with_record(record))
 
-        def layer(*args: Any) -> Any:  # once in the forward, then in each recomputation
+        def layer(*args: Any) -> Any:  # runs in the forward and in each recomputation
             record.start()
             return call(*args)
 
-        # A hook around a checkpoint sees its inputs, which torch saves for autograd, and nothing from inside.
+        # Hooks around a checkpoint see only its inputs, which torch saves for autograd.
         hooks = saved_tensors_hooks(record.put, record.get) if self.level.on_host else nullcontext()
         with hooks:
             out = checkpoint(layer, *args, use_reentrant=False)
@@ -74,10 +73,10 @@ class LayerCheckpoints:
 
 
 class _Copy:
-    """A tensor on the host, and on the device (``x``) until it has left and from when it is on its way back."""
+    """A tensor with a copy on the host; ``x`` is the tensor on the device, None while only the host has it."""
 
     def __init__(self, x: Tensor, like: Tensor, copier: PinnedCopier) -> None:
-        self.x: Tensor | None = None  # until the host has a place for it
+        self.x: Tensor | None = None  # ``__del__`` reads it if the host has no memory for the copy
         self.like, self.copier = like, copier
         self.host, self.event = copier.out(x)
         self.x = x
@@ -87,64 +86,60 @@ class _Copy:
             self.x, self.event = self.copier.back(self.host, self.like)
 
     def leave_device(self) -> None:
-        """Free the memory, behind the copy."""
-        self.event.wait()
+        self.event.wait()  # for the copy
         self.x = None
 
     def __del__(self) -> None:
-        if self.x is not None:  # the graph dies half way, as in an error: the copy may still write
+        if self.x is not None:  # after an error the graph is freed while the copy may still run
             self.leave_device()
 
 
 class CheckpointRecord:
-    """Tensors that one call of a checkpointed layer keeps; autograd's graph holds the record.
-
-    Attention's outputs are kept and the rest is recomputed: attention is the one part of a layer whose cost grows with
-    the length of the sequences, and its output is small. One graph may have several recomputations.
-    """
+    """Tensors that one call of a checkpointed layer keeps for its recomputations; autograd's graph holds it."""
 
     def __init__(self, copier: PinnedCopier | None, before: Callable[[], CheckpointRecord | None]) -> None:
         self._copier, self._before = copier, before
         self._copies: list[_Copy] = []
-        self._kept: list[list[Any]] = []  # (out, lse) of each attention call, in their order
+        self._kept: list[tuple[Any, Any]] = []  # (out, lse) of each attention call, in call order
         self._runs = 0
 
     def start(self) -> None:
-        """Begin the forward, or a recomputation, which reads what the forward has kept from the first call on."""
+        """Begin the forward or a recomputation."""
         self._runs += 1
         self._replay = iter(self._kept)
 
     def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return what ``compute`` returns; in a recomputation what the forward kept of this call, or RuntimeError."""
+        """Call ``compute`` in the forward; in a recomputation return what the forward kept, or raise RuntimeError."""
         if self._runs == 1:
             out, lse = compute()
-            self._kept.append([self.put(out), self.put(lse)])
+            self._kept.append((self.put(out), self.put(lse)))
             return out, lse
         kept = next(self._replay, None)
         if kept is None:
             raise RuntimeError(
-                "a layer calls attention more often when it is recomputed; set ++prefix_grouper.activations=all"
+                "a layer calls attention more often when it is recomputed. Fix: set ++prefix_grouper.activations=all"
             )
         return self.get(kept[0]), self.get(kept[1])
 
     def put(self, x: Tensor) -> Any:
-        x = x.detach()  # what requires grad would hold the graph that holds this call: a cycle that no collector sees
+        x = x.detach()  # with its graph it would close a reference cycle through autograd, which gc cannot free
         if self._copier is None or x.nbytes < SMALLEST:
             return x
         like = torch.empty_like(x, device="meta")
-        if like.stride() != x.stride():  # it has gaps, and stays on the device
+        if like.stride() != x.stride():  # the copier needs a tensor without gaps
             return x
         self._copies.append(_Copy(x, like, self._copier))
         return self._copies[-1]
 
     def get(self, kept: Any) -> Tensor:
+        """Return a tensor that ``put`` has kept, and start to fetch those of the previous layer."""
         if isinstance(kept, Tensor):
             return kept.detach()
-        kept.fetch()  # where the layer behind has not
+        kept.fetch()  # unless the layer after this one has fetched it
         before = self._before()
         for copy in before._copies if before else ():
             copy.fetch()
-        kept.event.wait()  # what is launched from here on finds the copy done
+        kept.event.wait()
         x, kept.x = kept.x, None
         return x
 
@@ -154,10 +149,10 @@ class CheckpointRecord:
 
 
 class PinnedCopier:
-    """Copies between a GPU and pinned memory on a stream of their own, each behind whatever has been launched.
+    """Copies between a GPU and pinned memory on a separate stream, after all work that has been launched.
 
-    Memory of the device belongs to the stream that computes and is freed once that has waited for the copy. No block
-    changes streams, so none needs ``record_stream``, which would keep it until the host next looks.
+    Device memory belongs to the compute stream and is freed after that stream has waited for the copy. So no block
+    needs ``record_stream``, which would delay its reuse.
     """
 
     def __init__(self) -> None:
@@ -175,7 +170,7 @@ class PinnedCopier:
         return x, self._copy(zip(_parts(x, host), host, strict=True))
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        # Behind what writes the source, and what still runs in memory that the target has taken over.
+        # The source may still be written, and kernels may still use the memory that the target reuses.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
@@ -183,7 +178,7 @@ class PinnedCopier:
             return self._stream.record_event()
 
     def _pieces(self, nbytes: int) -> Iterator[Tensor]:
-        """Pinned memory of so many bytes, out of slabs that neighbours share."""
+        """Yield pinned memory of ``nbytes`` in total, cut from slabs."""
         while nbytes:
             if self._used == len(self._slab):
                 self._slab, self._used = torch.empty(SLAB, dtype=torch.uint8, pin_memory=True), 0
@@ -193,39 +188,39 @@ class PinnedCopier:
 
 
 def _parts(x: Tensor, host: list[Tensor]) -> tuple[Tensor, ...]:
-    """The bytes of a tensor without gaps as they lie, in parts as long as ``host``."""
+    """Split the bytes of a tensor without gaps, in storage order, into parts of the lengths of ``host``."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8).split(list(map(len, host)))
 
 
-def memory_budget_of_rank(module: Any, beside: float, head: float, host: float) -> MemoryBudget:
-    """Bytes for the activations of an update that is about to run; negative where the device is already too full.
+def memory_budget_of_rank(module: Any, gathered: float, head: float, host: float) -> MemoryBudget:
+    """Return the bytes for activations of the next update; negative if the device is too full.
 
-    Gradients that ``module`` does not have yet are counted, and what the update takes ``beside`` tokens, as gathered
-    weights. Part of the LM head's bytes is needed while layers hold less than at the peak.
+    Gradients that ``module`` does not have yet, ``gathered`` weights and the LM ``head`` are subtracted. The reserve
+    includes the head's bytes: it runs while layers hold less than at the peak.
     """
     free, total = torch.cuda.mem_get_info()
-    allocated, limit = torch.cuda.memory_allocated(), torch.cuda.get_per_process_memory_fraction() * total
-    usable = min(free + torch.cuda.memory_reserved() - allocated, limit - allocated)
+    limit = torch.cuda.get_per_process_memory_fraction() * total
+    usable = min(free + torch.cuda.memory_reserved(), limit) - torch.cuda.memory_allocated()
     weights = [getattr(p, "_local_tensor", p) for p in module.parameters() if p.requires_grad and p.grad is None]
     gradients = sum(weight.nbytes for weight in weights if weight.device.type == "cuda")
     reserve = DEVICE_RESERVE * limit
-    return MemoryBudget(usable - gradients - beside - head - reserve, host, reserve + head)
+    return MemoryBudget(usable - gradients - gathered - head - reserve, host, reserve + head)
 
 
 def host_bytes(root: Path = Path("/")) -> float:
-    """Memory that a rank may pin: what the machine or its container has, shared over the ranks of the node."""
+    """Return the bytes that a rank may pin: free memory of the machine or container over the ranks of the node."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     machine = {fields[0]: 1024 * int(fields[1]) for fields in lines if len(fields) == 3}
     free = machine["MemAvailable:"] - HOST_RESERVE * machine["MemTotal:"]
     for limit, used in _limits(root):
         free = min(free, limit * (1 - HOST_RESERVE) - used)
-    # verl's workers set LOCAL_WORLD_SIZE to 1 where it was not set, whatever Ray has started.
+    # verl's workers set LOCAL_WORLD_SIZE to 1 if it is not set, even with several ranks on the node.
     ranks = os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1
     return max(free, 0.0) / int(ranks)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Bytes that control groups of this process may hold and do hold, without files that can be dropped."""
+    """Yield the limit and usage in bytes of each cgroup of this process; usage leaves out droppable page cache."""
     own = root / "proc/self/cgroup"
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -234,11 +229,10 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         mounted, limit, used, files = VERSION1 if controllers else VERSION2
         top = root / mounted
         folder = top / path.lstrip("/")
-        for group in (folder, *folder.parents):  # a container may not show the path but its end
+        for group in (folder, *folder.parents):  # a container may not show the whole path
             if (group / limit).is_file() and (most := (group / limit).read_text().strip()) != "max":
-                droppable = group / "memory.stat"  # which not every control group has
-                lines = droppable.read_text().splitlines() if droppable.is_file() else []
-                stat = dict(line.split() for line in lines)
+                file = group / "memory.stat"
+                stat = dict(line.split() for line in file.read_text().splitlines()) if file.is_file() else {}
                 yield int(most), int((group / used).read_text()) - int(stat.get(files, 0))
             if group == top:
                 break

@@ -1,4 +1,4 @@
-"""A mini-batch of verl: check its settings and read its sequences."""
+"""Check the settings of a mini-batch of verl and read its sequences."""
 
 import math
 
@@ -16,66 +16,65 @@ FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
 
 
 def uses_top_k(data: TensorDict) -> bool:
-    """Whether the trainer asks for the losses of a teacher's top k (``forward_kl_topk``)."""
+    """Return True if the loss is ``forward_kl_topk``, which reads the student's logits at a teacher's top k."""
     return tu.get_non_tensor_data(data, "distillation_use_topk", default=False)
 
 
 def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
-    """Raise BatchError for settings that the mode or the head refuses."""
+    """Raise BatchError for settings that the mode or the LM head does not support."""
     if not packed and tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
         raise BatchError(
-            "use_dynamic_bsz=True cuts groups by their tokens, which the padded prefix_grouper mode does not support; "
-            "set actor_rollout_ref.model.use_remove_padding=True (packed mode) or use_dynamic_bsz=False; in verl's SFT "
+            "use_dynamic_bsz=True: the padded prefix_grouper mode cannot split groups by tokens. Fix: set "
+            "actor_rollout_ref.model.use_remove_padding=True (packed mode) or use_dynamic_bsz=False; in verl's SFT "
             "trainer model.use_remove_padding=True or data.use_dynamic_bsz=False"
         )
-    if (together := tu.get_non_tensor_data(data, "force_group_size", default=1)) != 1:
-        why = "shared prefixes put sequences of a micro-batch in an order of their own"
-        raise BatchError(f"force_group_size={together} keeps neighbours together, and {why}; {SHARING_OFF}")
+    if (size := tu.get_non_tensor_data(data, "force_group_size", default=1)) != 1:
+        why = "shared prefixes change the order of sequences in a micro-batch"
+        raise BatchError(f"force_group_size={size} keeps neighbours together, and {why}. Fix: {SHARING_OFF}")
     if not fused_head:
         return
-    sums = tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)
+    sums_squares = tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)
     missing = {
-        "a temperature of each sample (it takes one for all)": isinstance(data["temperature"], torch.Tensor),
+        "a temperature for each sample (only one for all)": isinstance(data["temperature"], torch.Tensor),
         "the logits that forward_kl_topk reads": uses_top_k(data),
-        "the probabilities that calculate_sum_pi_squared=True sums": sums,
+        "the probabilities that calculate_sum_pi_squared=True reads": sums_squares,
     }
-    for what, is_wanted in missing.items():
-        if is_wanted:
-            raise BatchError(f"use_fused_kernels=True never has {what}; {FUSED_OFF}")
+    for what, is_required in missing.items():
+        if is_required:
+            raise BatchError(f"use_fused_kernels=True does not provide {what}. Fix: {FUSED_OFF}")
 
 
 def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
-    """The limit that verl's flags select; raises BatchError where it is not set, or below 1."""
+    """Return the limit that verl's flags select; raise BatchError if it is not set or below 1."""
     by_tokens = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
     name = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
     limit = tu.get_non_tensor_data(data, name, default=None)
     if not isinstance(limit, int | float) or not 1 <= limit < math.inf:
-        raise BatchError(f"{name}={limit} bounds no micro-batch; set at least 1")
+        raise BatchError(f"{name}={limit} bounds no micro-batch. Fix: set a number of at least 1")
     if by_tokens:
         return MicroBatchLimits(max_tokens=int(limit) * sp_size)
     return MicroBatchLimits(max_sequences=int(limit))
 
 
 def read_sequences(data: TensorDict, modality: Modality = TEXT, rope_length_limit: int | None = None) -> Sequences:
-    """Collect what the layout needs from a batch in verl's no-padding format.
+    """Read what the layout needs from a batch in verl's no-padding format.
 
-    ``input_ids`` are jagged; ``prompts`` and ``responses`` jagged (V1) or padded beside an ``attention_mask`` (legacy),
-    or neither is there and a jagged ``loss_mask`` covers all tokens (SFT); ``position_ids`` are jagged or absent.
-    Raises BatchError for a sequence that is empty, padded, or longer than ``rope_length_limit``, and KeyError for a
-    missing field.
+    ``input_ids`` are jagged, ``position_ids`` jagged or absent. ``prompts`` and ``responses`` are jagged (V1) or padded
+    with an ``attention_mask`` (legacy). If both are absent, a jagged ``loss_mask`` covers all tokens (SFT). Raises
+    BatchError for an invalid field or sequence, or one longer than ``rope_length_limit``, KeyError for a missing field.
     """
     if not len(data):
-        raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")
+        raise BatchError("the mini-batch is empty on this rank. Fix: give every rank at least one sequence of each")
     supervised = not {"prompts", "responses"} & set(data.keys()) and data["loss_mask"].is_nested
-    needed = ("input_ids",) if supervised else ("input_ids", "prompts", "responses")
-    if missing := [name for name in needed if name not in data.keys()]:  # noqa: SIM118
+    required = ("input_ids",) if supervised else ("input_ids", "prompts", "responses")
+    if missing := [name for name in required if name not in data.keys()]:  # noqa: SIM118
         raise BatchError(
-            f"the batch has no {' and no '.join(missing)}: packed mode needs to know where each response starts; "
-            f"pass batches as verl's trainers make them, or {SHARING_OFF}"
+            f"the batch has no {' and no '.join(missing)}: packed mode must know where each response starts. Fix: pass "
+            f"batches as verl's trainers make them, or {SHARING_OFF}"
         )
     input_ids = data["input_ids"]
     if not input_ids.is_nested:
-        raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
+        raise BatchError("input_ids must be a jagged nested tensor. Fix: convert with verl's left_right_2_no_padding")
     tokens, offsets = _numpy(input_ids.values()), _numpy(input_ids.offsets()).astype(np.int64)
     lengths = np.diff(offsets)
     if supervised:
@@ -84,18 +83,18 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT, rope_length_limi
     else:
         prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
     if (empty := prompt_lengths < 1).any():
-        raise BatchError(f"sequence {int(np.argmax(empty))} has an empty prompt; drop such rows from the data")
+        raise BatchError(f"sequence {int(np.argmax(empty))} has an empty prompt. Fix: drop such rows from the data")
     both = prompt_lengths + response_lengths
-    if (wrong := both != lengths).any():
-        at = int(np.argmax(wrong))
+    if (differs := both != lengths).any():
+        i = int(np.argmax(differs))
         raise BatchError(
-            f"sequence {at}: input_ids has {lengths[at]} tokens, prompts and responses together {both[at]}; they must "
-            "be the same sequence"
+            f"sequence {i}: input_ids has {lengths[i]} tokens, prompts and responses {both[i]}; both must agree"
         )
     if rope_length_limit is not None and (longest := lengths.max()) > rope_length_limit:
         raise BatchError(
-            f"sequence {int(lengths.argmax())} has {longest} tokens; above {rope_length_limit} a micro-batch has "
-            f"rotary frequencies of its longest; lower data.max_response_length (SFT: max_length), or {SHARING_OFF}"
+            f"sequence {int(lengths.argmax())} has {longest} tokens; above {rope_length_limit} a model selects rotary "
+            "frequencies by the longest sequence of a micro-batch. Fix: lower data.max_response_length (SFT: "
+            f"max_length), or {SHARING_OFF}"
         )
     temperature, classes = tu.get(data, "temperature"), None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
@@ -109,28 +108,28 @@ def _numpy(tensor: torch.Tensor) -> IntArray:
 
 
 def _before_loss(loss_mask: IntArray, offsets: IntArray) -> IntArray:
-    """(B,) tokens in front of the first that the loss counts, at least one; all but the last where it counts none."""
+    """Return (B,) numbers of tokens before the first loss token, at least 1; without one all but the last token."""
     counted_at = np.append(np.flatnonzero(loss_mask), offsets[-1])
     first = counted_at[np.searchsorted(counted_at, offsets[:-1])] - offsets[:-1]
     return np.maximum(np.minimum(first, np.diff(offsets) - 1), 1)
 
 
 def _lengths(data: TensorDict, name: str) -> IntArray:
-    """(B,) tokens of ``prompts`` or ``responses``, jagged or padded."""
+    """Return (B,) numbers of tokens in ``prompts`` or ``responses``, jagged or padded."""
     field = data[name]
     if field.is_nested:
         return _numpy(field.offsets().diff()).astype(np.int64)
-    mask, prompt_width = data["attention_mask"], data["prompts"].shape[1]
-    part = mask[:, :prompt_width] if name == "prompts" else mask[:, prompt_width:]
-    return _numpy(part.sum(dim=1)).astype(np.int64)
+    width = data["prompts"].shape[1]
+    part = slice(width) if name == "prompts" else slice(width, None)
+    return _numpy(data["attention_mask"][:, part].sum(dim=1)).astype(np.int64)
 
 
-def regular(data: TensorDict) -> TensorDict:
-    """A shallow copy of the batch, stored as verl's losses and everything here read it.
+def normalize_batch(data: TensorDict) -> TensorDict:
+    """Return a shallow copy of the batch whose jagged fields are stored as verl's losses and the layout read them.
 
-    No jagged field skips some of its values, as those of ``torch.nested.narrow`` do, and ``position_ids`` of several
-    dimensions are stored as (dimensions, tokens of all sequences). Where all B sequences have one length L, verl's
-    transfer queue stores (B * dimensions, L), and ``maybe_fix_3d_position_ids`` of verl 0.9.1 moves no number.
+    Fields of ``torch.nested.narrow``, which skip values, are copied. ``position_ids`` of D dimensions become (D, tokens
+    of all sequences). verl's transfer queue stores (B * D, L) if all B sequences have length L, which
+    ``maybe_fix_3d_position_ids`` of verl 0.9.1 does not reorder.
     """
     changed = data.copy()
     position_ids, input_ids = data.get("position_ids", None), data.get("input_ids", None)

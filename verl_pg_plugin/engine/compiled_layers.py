@@ -1,8 +1,8 @@
-"""Decoder layers under ``torch.compile``: everything between the attention calls, fused by the compiler.
+"""Decoder layers under ``torch.compile``; attention stays outside of the graphs.
 
-In most models nothing in a layer reads what the second matrix of its MLP returns. A checkpoint stops recomputing once
-it has what the backward needs, and so would stop in front of that product, a quarter of the FLOPs of a recomputed layer
-of Qwen3-4B. But a compiled graph runs as a whole. So a layer's graphs leave its last product out.
+In most models the backward does not need the output of a layer's last product, the second matrix of its MLP. So a
+checkpoint stops recomputing before it, which saves a quarter of a recomputed layer's FLOPs (Qwen3-4B). A compiled graph
+always runs as a whole, so the graphs leave this product out.
 """
 
 import inspect
@@ -26,65 +26,63 @@ from verl_pg_plugin.config.compile import COMPILE_LAYERS, MANAGED, WHOLE
 from verl_pg_plugin.gradient_checkpointing import CHECKPOINTS_FORWARD
 
 DYNAMO_SETTINGS: dict[str, Any] = {
-    # Graphs that one function may be compiled to: kinds of layers count, and with and without gradient. Behind its own
-    # limit of 8 torch would run the rest uncompiled.
+    # Each kind of layer has a graph with and one without gradient; above its default of 8 torch would stop compiling.
     "recompile_limit": 64,
     "fail_on_recompile_limit_hit": True,
-    # Numbers of a layer (epsilons, scales) never change. As symbols each would be made a tensor, checked and read again
-    # in every call of a graph.
+    # Epsilons and scales are constants; as symbols every call would convert and check them.
     "specialize_float": True,
-    # Nor do its counts (heads, experts of a token). torch takes those of modules under FSDP for symbols, and loops.
+    # So are counts of heads and experts; without these guards torch makes those of FSDP modules symbols, in loops.
     "skip_fsdp_guards": False,
 }
 AUTOGRAD_SETTINGS: dict[str, Any] = {
-    # Gradients of queries, keys and values lie as the forward has written these. 2.11 would copy them by default.
+    # Gradients of queries, keys and values have the strides of the forward's outputs; torch 2.11 would copy them.
     "guess_tangent_strides_as_outputs": True,
-    # Products and sums are saved, and the backward computes what is elementwise: a layer of Qwen3-4B holds a quarter
-    # less. ``aggressive_recomputation`` would compute the products of experts again.
+    # Save products and sums, recompute elementwise operators: a layer of Qwen3-4B holds a quarter less.
+    # ``aggressive_recomputation`` would also recompute the products of experts.
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
 }
 INDUCTOR_OPTIONS: dict[str, Any] = {
-    # Bits are the same without gradient: no rounding to bf16 is left out, and no kernel's order of sums is timed.
+    # Graphs with and without gradient return equal bits: keep every rounding to bf16, autotune no order of sums.
     "emulate_precision_casts": True,
     "deterministic": True,
-    # A sum over a token's experts is written out: a loop over so few is slow, the slower with its block not timed.
+    # Unroll the sum over a token's experts: a short loop is slow without autotuning.
     "unroll_reductions_threshold": 17,
 }
-NORMS_BEHIND_THE_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
-"""Of Gemma 2 and 3, OLMo 2, GLM 4 and their kin, whose backward wants the product."""
+NORMS_AFTER_THE_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
+"""Gemma 2 and 3, OLMo 2, GLM 4 and others: their backward needs the last product."""
 
 COMPILING_OFF = f"set {COMPILE_LAYERS}=False"
-OF_A_CALL = (TorchDynamoException, FailOnRecompileLimitHit)
-"""What torch raises out of the call of a layer that it cannot compile."""
-OF_A_BACKWARD = (InductorError, CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError)
-"""What it raises out of a backward: that is compiled when it first runs, and may recompute a layer by another graph."""
+FORWARD_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+"""Raised by the call of a layer that torch cannot compile."""
+BACKWARD_ERRORS = (InductorError, CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError)
+"""Raised by a backward, which torch compiles when it first runs, or which recomputes a layer with another graph."""
 
 
 class LayerCompilerError(RuntimeError):
-    """torch could not compile a decoder layer, or would not go on compiling it."""
+    """torch cannot compile a decoder layer."""
 
 
 def compile_layers(module: Any, recomputed: bool = False) -> None:
-    """Compile every decoder layer of an unwrapped model in place, when it first runs.
+    """Compile every decoder layer of an unwrapped model in place; torch compiles it when it first runs.
 
-    One by one, so that FSDP can gather and free each one's weights and gradient checkpointing can recompute it.
-    Attention stays outside (``attention.interface``), since its index maps differ in every micro-batch, and the last
-    product of layers that are ``recomputed``. A model that does not say which modules are layers is a ValueError.
+    Layers are compiled one by one, so that FSDP gathers and frees the weights of each and checkpoints recompute it.
+    Attention stays outside, since its index maps change with every micro-batch, and so does the last product of
+    ``recomputed`` layers. A model without ``_no_split_modules`` is a ValueError.
     """
     layers = decoder_layers(module)
     if not layers:
-        raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
+        raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules. Fix: {COMPILING_OFF}")
     if any(getattr(part, "is_transposed", False) for part in module.modules()):  # experts of gpt-oss
         _keep_strides_of_grouped_products()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
-            product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
+            product.forward = MethodType(_forward, product)  # one function, so that layers share their graphs
         if CHECKPOINTS_FORWARD and isinstance(layer, GradientCheckpointingLayer):
-            # Each subclass is wrapped in the checkpoint: what is inside is compiled, so a recomputation runs its graph.
-            # One for all layers of a class: FSDP1's wrap policy takes the first of a name, and its instances.
+            # transformers wraps the forward of each subclass in the checkpoint, so the compiled function goes inside.
+            # All layers of a class get one subclass, since FSDP1's wrap policy looks classes up by name.
             if (own := type(layer)) not in classes:
                 compiled = compile_forward(inspect.unwrap(own.forward))
                 classes[own] = type(own.__name__, (own,), {"forward": compiled})
@@ -94,7 +92,7 @@ def compile_layers(module: Any, recomputed: bool = False) -> None:
 
 
 def fix_sizes(layer: nn.Module) -> None:
-    """Let torch take sizes of weights as fixed where FSDP1 will make them views: kernels for any size are slower."""
+    """Mark sizes of a layer's weights as static where FSDP1 makes them views; kernels of dynamic sizes are slower."""
     weights = [(part, name) for part in layer.modules() for name, _ in part.named_parameters(recurse=False)]
 
     def mark(*_: Any) -> None:
@@ -106,13 +104,12 @@ def fix_sizes(layer: nn.Module) -> None:
 
 
 def let_flat_parameters_compile(module: Any) -> None:
-    """Let torch compile the layers of a model that FSDP1 has wrapped, before its first forward.
+    """Let torch compile the layers of a model that FSDP1 has wrapped; call it before the first forward.
 
-    What: ``_fsdp_use_orig_params`` of the modules that FSDP manages (``_is_fsdp_managed_module``) becomes True. FSDP
-    writes it and never reads it.
-    Why: dynamo runs a managed module uncompiled where it is False, and says nothing. A layer's ``forward`` is called
-    behind FSDP's hooks, when its parameters are views of flat ones; these go into its graphs as inputs, as whole ones
-    do. ``use_orig_params=True`` itself would change the optimizer's state: no run could be resumed in another mode.
+    What: set ``_fsdp_use_orig_params`` of the modules that FSDP manages, which FSDP never reads.
+    Why: where it is False dynamo silently runs the module uncompiled. A layer's ``forward`` runs after FSDP's hooks,
+    when its parameters are views of flat ones, and these enter the graphs as inputs. ``use_orig_params=True`` itself
+    would change the optimizer's state, so that no run could resume in another mode.
     Versions: torch 2.11 to 2.15.
     Remove when: torch compiles flat parameters, or verl has no FSDP1.
     """
@@ -122,46 +119,45 @@ def let_flat_parameters_compile(module: Any) -> None:
 
 
 def _keep_strides_of_grouped_products() -> None:
-    """Let torch write what a compiled graph hands to a grouped product in the order that it was traced in.
+    """Let inductor keep the traced stride order of the inputs of grouped products.
 
-    What: inductor's constraint on the inputs of ``aten._grouped_mm`` is the order of their strides, no longer density.
-    Why: the backward of experts whose weights lie as they are multiplied (gpt-oss) multiplies what it recomputes,
-    transposed. Written in that order, its rows are as long as tokens have experts in all, and most such numbers end in
-    "strides should be multiple of 16 bytes".
+    What: constrain the inputs of ``aten._grouped_mm`` by stride order, not by density.
+    Why: experts with transposed weights (gpt-oss) multiply a recomputed, transposed tensor in the backward. In
+    inductor's order most token counts fail with "strides should be multiple of 16 bytes".
     Versions: torch 2.11 to 2.14. Only called for such models.
-    Remove when: inductor keeps these strides, or ``grouped_mm`` takes rows of any length.
+    Remove when: inductor keeps these strides, or ``grouped_mm`` takes any stride.
     """
-    from torch._inductor import lowering  # seconds, which other models are spared
+    from torch._inductor import lowering  # takes seconds to import
 
     lowering.add_layout_constraint(torch.ops.aten._grouped_mm, lowering.constrain_to_fx_strides)
 
 
 def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's ``forward``, compiled for any number of tokens.
+    """Compile a layer's ``forward`` for any number of tokens.
 
-    FSDP2 hands a layer views of its inputs, and in a recomputation the inputs themselves. torch would compile a graph
-    for each, and the checkpoint find operators that the forward never ran. So no view is handed on.
+    FSDP2 passes a layer views of its inputs in the forward, and the inputs themselves in a recomputation. torch would
+    compile a graph for each, and the checkpoint would see other operators. So views are replaced.
     """
     compiled = torch.compile(forward, dynamic=True, options=INDUCTOR_OPTIONS)
 
     @wraps(forward)
-    def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
-        with _settings(), compiling(OF_A_CALL):
+    def call_without_views(*args: Any, **kwargs: Any) -> Any:
+        with _settings(), compiling(FORWARD_ERRORS):
             return compiled(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
-    return of_plain_inputs
+    return call_without_views
 
 
 def _plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
-    # With checkpointing transformers makes the first layer's input require gradients without gradient mode too, and no
-    # other's. Detached they share a graph.
+    # With checkpointing the first layer's input requires gradients even in no_grad mode, the others' do not. Detached
+    # they share a graph.
     return _SameStorage.apply(value) if torch.is_grad_enabled() else value.detach()
 
 
 class _SameStorage(torch.autograd.Function):
-    """The identity, whose result is no view."""
+    """The identity; its output is no view of the input."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -174,43 +170,39 @@ class _SameStorage(torch.autograd.Function):
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Around each call of a layer: losses may be compiled too, and a GPU's backward has a thread of its own."""
+    """Set torch's options for one call of a layer: compiled losses keep theirs, and a GPU's backward has its thread."""
     settings = ((config, DYNAMO_SETTINGS), (functorch_config, AUTOGRAD_SETTINGS))
-    # A third of the time of ``config.patch``.
-    undo = [torchs._make_closure_patcher(**ours)() for torchs, ours in settings]
-    # Where several graphs fit a call, the forward and its recomputation in the backward must take the same one: by
-    # default torch tries the one first that ran last (https://github.com/pytorch/pytorch/issues/166926).
+    undo = [theirs._make_closure_patcher(**ours)() for theirs, ours in settings]  # 3x faster than ``config.patch``
+    # If several graphs fit a call, the forward and its recomputation must run the same one. By default torch tries the
+    # most recent one first (https://github.com/pytorch/pytorch/issues/166926).
     torch._C._dynamo.eval_frame._set_lru_cache(False)
     try:
         yield
     finally:
         torch._C._dynamo.eval_frame._set_lru_cache(True)
-        for back in undo:
-            back()
+        for restore in undo:
+            restore()
 
 
 @contextmanager
-def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator[None]:
-    """Around compiled layers and their backwards: what torch cannot compile is an error that names the option.
-
-    ``failures`` are what torch may raise. LayerCompilerError from torch's own; nothing falls back to slower layers.
-    """
+def compiling(failures: tuple[type[Exception], ...] = BACKWARD_ERRORS) -> Iterator[None]:
+    """Raise LayerCompilerError, which names the option to set, if torch raises one of ``failures`` in this block."""
     try:
         yield
     except failures as error:
         root = getattr(error, "inner_exception", error)
-        what, way = "torch failed with decoder layers compiled", COMPILING_OFF
+        problem, fix = "torch failed with decoder layers compiled", COMPILING_OFF
         if isinstance(error, FailOnRecompileLimitHit):
             root, graphs = error.__cause__ or error, DYNAMO_SETTINGS["recompile_limit"]
-            what = f"torch.compile has made {graphs} graphs of one function of a decoder layer and would stop compiling"
-        elif isinstance(error, CheckpointError):  # if a layer's inputs differ, compiled or not
-            way += ", or enable_gradient_checkpointing=False"
+            problem = f"torch.compile has made {graphs} graphs of one function of a decoder layer, the limit"
+        elif isinstance(error, CheckpointError):  # also raised without compiling if the inputs of a layer differ
+            fix += ", or enable_gradient_checkpointing=False"
         cause = f"{type(root).__name__}: {str(root).strip()}".splitlines()[0]
-        raise LayerCompilerError(f"{what}: {cause}; {way}") from error
+        raise LayerCompilerError(f"{problem}: {cause}. Fix: {fix}") from error
 
 
 def decoder_layers(module: Any) -> list[nn.Module]:
-    """Layers of a transformers model, in the order of its modules; empty where it does not say which they are."""
+    """Return the layers of a transformers model in module order; empty without ``_no_split_modules``."""
     names = set(module._no_split_modules or ())
     if not names:
         return []
@@ -219,18 +211,18 @@ def decoder_layers(module: Any) -> list[nn.Module]:
 
 
 def last_product(layer: nn.Module) -> nn.Module | None:
-    """The second matrix of a layer's MLP, by its name in transformers' models; None where a norm reads the product."""
-    if any(hasattr(layer, norm) for norm in NORMS_BEHIND_THE_MLP):
+    """Return the second matrix of a layer's MLP, by transformers' name for it; None if a norm reads its output."""
+    if any(hasattr(layer, norm) for norm in NORMS_AFTER_THE_MLP):
         return None
     product = getattr(getattr(layer, "mlp", None), "down_proj", None)
     return product if type(product) is nn.Linear else None
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """Between graphs. A frozen matrix stays inside, as under LoRA, whose own products come behind it."""
+    """Multiply outside of the graphs, unless the matrix is frozen: then LoRA's products follow."""
     if torch.is_grad_enabled() and self.weight.requires_grad:
         return _uncompiled(input, self.weight, self.bias)
     return F.linear(input, self.weight, self.bias)
 
 
-_uncompiled = torch.compiler.disable(F.linear, reason="a checkpoint stops in front of it")
+_uncompiled = torch.compiler.disable(F.linear, reason="a checkpoint stops before it")

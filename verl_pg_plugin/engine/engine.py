@@ -1,8 +1,7 @@
 """verl's FSDP engines with shared prefixes: every prefix of a mini-batch is stored and computed once.
 
-``SharedPrefixEngine.forward_backward_batch`` runs a mini-batch: ``plan_mini_batch`` cuts it into micro-batches, lays
-them out and agrees with the other ranks, and ``run_micro_batch`` runs each. Sharding, optimizer, checkpoints and losses
-are verl's.
+``forward_backward_batch`` plans a mini-batch together with the other ranks (``plan_mini_batch``) and runs each
+micro-batch (``run_micro_batch``). Sharding, optimizer, checkpoints and losses are verl's.
 """
 
 import logging
@@ -35,13 +34,13 @@ from verl_pg_plugin.engine.micro_batch import MiniBatch, reshard, run_micro_batc
 from verl_pg_plugin.engine.plan import Plan, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
     check_no_dropout,
-    choose_alike,
     load_value_model,
     order_buffers,
     own_attention_refused,
     prepare_config,
     prepare_model,
     refuse,
+    select_on_all_ranks,
 )
 from verl_pg_plugin.engine.ranks import gather, gather_or_raise
 from verl_pg_plugin.engine.verify import Verifier
@@ -56,9 +55,9 @@ logger = logging.getLogger(__name__)
 
 
 class SharedPrefixEngine(FSDPEngine):
-    """What both engines have in common: packed mode with ``use_remove_padding=True``, else upstream's padded groups."""
+    """Base of both engines: packed mode with ``use_remove_padding=True``, else upstream's padded groups."""
 
-    # Set by verl's engines; ``compat`` looks at all of them.
+    # Set by verl's engines; ``compat`` checks all of them.
     model_config: Any
     engine_config: Any
     module: nn.Module
@@ -74,25 +73,25 @@ class SharedPrefixEngine(FSDPEngine):
     _is_lora: bool
     _uses_fsdp2_cpu_offload_policy: bool
 
-    log_prob_head: LogProbHead | None = None  # None where all logits are held at once
-    _told_level = False
-    _why_asked = "as asked"
+    log_prob_head: LogProbHead | None = None  # None if all logits are held at once
+    _logged_level = False
+    _why_level = "as asked"
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        # First: a setting is refused in our words, not in verl's.
-        self.kernel, self.compiles, why = choose_alike(engine_config, model_config)
+        # Before verl's checks, whose messages do not name our options.
+        self.kernel, self.compiles, why = select_on_all_ranks(engine_config, model_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
         self.packed = bool(model_config.use_remove_padding)
         self.modality = modality_of(model_config.hf_config)
         self.options = engine_config.prefix_grouper
         self._device = torch.device(get_device_id())
-        if self.rank == 0:  # a warning, because verl's workers hide all below and this decides a run's speed
+        if self.rank == 0:  # a warning, since verl's workers hide lower levels
             logger.warning("%s mode: %s", "packed" if self.packed else "prefix_grouper", why)
 
     def _build_module(self) -> nn.Module:
         prepare_config(self.model_config.hf_config, self.modality)
         refused = own_attention_refused(self.model_config.hf_config.model_type)
-        with upstream.forwards_left_alone(), refused:  # verl's own forwards drop keywords, ours among them
+        with upstream.forwards_left_alone(), refused:  # verl's own forwards drop our keyword
             module = super()._build_module()
         self._take_over(module)
         self._replace_checkpoints(module)
@@ -108,22 +107,18 @@ class SharedPrefixEngine(FSDPEngine):
         return module
 
     def _take_over(self, module: nn.Module) -> None:
-        """Let a model built from a prepared config run over shared prefixes."""
+        """Install the mixers in a model built from a prepared config."""
         recomputed = self.model_config.enable_gradient_checkpointing
         self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, recomputed=recomputed)
         self._layers = decoder_layers(module)
-        if self.rank == 0 and (unknown := self.shared_model.flops.unknown):
-            logger.warning("FLOPs of %s %s: tokens order micro-batches", self.shared_model.name, unknown)
-        if (
-            self.rank == 0
-            and self.packed
-            and self.options.prefix_cache == "auto"
-            and not self.shared_model.prefix_cache
-        ):
-            logger.warning("chunks of a split group compute its prefix again: %s has no cache", self.shared_model.name)
+        model = self.shared_model
+        if self.rank == 0 and model.flops.unknown:
+            logger.warning("FLOPs of %s %s: tokens order micro-batches", model.name, model.flops.unknown)
+        if self.rank == 0 and self.packed and self.options.prefix_cache == "auto" and not model.prefix_cache:
+            logger.warning("chunks of a split group compute its prefix again: %s has no cache", model.name)
 
     def _replace_checkpoints(self, module: nn.Module) -> None:
-        """Let activation levels stand in for the checkpoints of a model that has them."""
+        """Replace the gradient checkpoints of a model's layers by those with activation levels."""
         name, recomputes = "_gradient_checkpointing_func", self.model_config.enable_gradient_checkpointing
         layers = [layer for layer in self._layers if hasattr(layer, name)]
         if recomputes and any(isinstance(it, GradientCheckpointingLayer) for it in {*self._layers} - {*layers}):
@@ -131,20 +126,20 @@ class SharedPrefixEngine(FSDPEngine):
                 f"enable_gradient_checkpointing=True: this transformers sets no {name} in decoder layers. "
                 f"Fix: pip install '{requirements('tested').get('transformers', 'transformers')}'"
             )
-        if recomputes and not layers:
-            asked = self.options.activations  # transformers' own checkpoints keep inputs
-            if asked not in ("auto", Level.INPUTS.value):
-                why = f"it does not say which modules are its decoder layers, for ++prefix_grouper.activations={asked}"
+        if recomputes and not layers:  # transformers' own checkpoints keep inputs
+            level = self.options.activations
+            if level not in ("auto", Level.INPUTS.value):
+                why = f"++prefix_grouper.activations={level} needs its decoder layers, which it does not name"
                 refuse(module, [Issue("", why, "++prefix_grouper.activations=inputs")])
-            if asked == "auto":
-                self._why_asked = "by the model's own checkpoints"
+            if level == "auto":
+                self._why_level = "by the model's own checkpoints"
             self.options = replace(self.options, activations=Level.INPUTS.value)
         for layer in layers:
             layer._gradient_checkpointing_func = checkpoint_layer
         self._copier = None if get_device_name() == "cpu" else PinnedCopier()
 
     def _finish_unsharded(self, module: nn.Module) -> None:
-        """The last look at a model, adapters and all, before it is sharded."""
+        """Check a model, with its adapters, before it is sharded, and count the bytes of its weights."""
         check_no_dropout(module)
         for layer in self._layers if self.compiles else ():
             fix_sizes(layer)
@@ -173,14 +168,13 @@ class SharedPrefixEngine(FSDPEngine):
     ) -> dict[str, Any]:
         """Run a mini-batch in verl's no-padding format, as verl's engine does.
 
-        Returns ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output``
-        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong with a mini-batch is a ValueError (a field
-        that it lacks a KeyError) or RankError on every rank, what verify mode finds a MismatchError or RankError; what
-        else fails, fails on its rank alone.
+        Returns ``model_output``, jagged in the order of ``data`` (in updates only with ``return_model_output``),
+        ``loss`` of each micro-batch, and ``metrics``. An invalid mini-batch is a ValueError, KeyError or RankError on
+        every rank, a mismatch in verify mode a MismatchError or RankError. Any other error is raised on its rank alone.
         """
         plan = self.plan(data, forward_only)
-        of_losses = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}
-        tu.assign_non_tensor(plan.data, sp_size=self.ulysses_sequence_parallel_size, **of_losses)
+        loss_scale = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}
+        tu.assign_non_tensor(plan.data, sp_size=self.ulysses_sequence_parallel_size, **loss_scale)
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
         batch = self._mini_batch(plan, loss_function, forward_only)
         results = []
@@ -192,7 +186,7 @@ class SharedPrefixEngine(FSDPEngine):
             if not returns_outputs:
                 del result["model_output"]
             results.append(result)
-        self.verifier.end_mini_batch(batch.kind)
+        self.verifier.end_mini_batch(batch.kind, batch.costs.num_verified, batch.costs.verify_max_error)
         if batch.cache.num_tokens:
             raise RuntimeError(f"the gradients of {batch.cache.num_tokens} cached tokens were never consumed")
 
@@ -200,13 +194,13 @@ class SharedPrefixEngine(FSDPEngine):
         for result in results:
             result["loss"] = result["loss"].item()
         weigh_means([result["metrics"] for result in results], plan.loss_weights)
-        tu.assign_non_tensor(plan.data, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
+        tu.assign_non_tensor(plan.data, use_dynamic_bsz=True)  # verl restores the order only of dynamic batches
         output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], plan.data)
         figures = gather(figures_of_rank(plan, self.shared_model.flops, batch.costs))
         metrics = mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name)
         if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
             output["metrics"].update(metrics)
-        else:  # verl's SFT trainer hands metrics to its loggers as lists of lists, which these do not take
+        else:  # verl's SFT trainer would pass lists of lists to its loggers, which reject them
             logger.info("shared prefixes: dedup ratio %.2f", metrics["prefix_grouper/dedup_ratio"][0])
         return output
 
@@ -242,13 +236,13 @@ class SharedPrefixEngine(FSDPEngine):
         """The function of ``engine.heads`` that calls the model."""
 
     def plan(self, data: TensorDict, forward_only: bool) -> Plan:
-        """Plan a mini-batch, together with the other ranks; see ``plan_mini_batch``."""
+        """Plan a mini-batch together with the other ranks; see ``plan_mini_batch``."""
         plan = plan_mini_batch(
             data,
             self.modality,
             self.shared_model.flops,
             packed=self.packed,
-            carries=self.packed and self.options.prefix_cache != "off" and self.shared_model.prefix_cache,
+            caches=self.packed and self.options.prefix_cache != "off" and self.shared_model.prefix_cache,
             forward_only=forward_only,
             levels=self._levels(forward_only),
             fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
@@ -256,19 +250,19 @@ class SharedPrefixEngine(FSDPEngine):
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
         )
-        if self.rank == 0 and not (forward_only or self._told_level):
+        if self.rank == 0 and not (forward_only or self._logged_level):
             largest = max(plan.micro_batches, key=lambda planned: planned.layout.num_tokens)
             tokens = largest.layout.num_tokens
             logger.warning("activations: %s for %d tokens (%s)", largest.level.value, tokens, plan.levels.why)
-            self._told_level = True
+            self._logged_level = True
         return plan
 
     def _levels(self, forward_only: bool) -> ActivationPolicy:
-        """How the micro-batches of the next mini-batch get their activation level."""
+        """Return the activation policy of the next mini-batch, with the least memory of any rank."""
         levels = ActivationPolicy.of_settings(
             self.options.activations,
             self.model_config.enable_gradient_checkpointing,
-            why_asked=self._why_asked,
+            why_asked=self._why_level,
             sizes=self._token_bytes,
             host_alone=self.model_config.enable_activation_offload,
             logits_at_once=self.log_prob_head is None,
@@ -277,28 +271,28 @@ class SharedPrefixEngine(FSDPEngine):
         if forward_only or get_device_name() != "cuda":
             return levels
         weights = self._weight_bytes
-        reshard(self.module)  # what is gathered is counted in ``gathered``
-        with gather_or_raise() as rooms:  # the slowest rank sets the pace, and under Ulysses all must cut alike
-            rooms.append(memory_budget_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
-        least = (min(getattr(room, part) for room in rooms) for part in ("device", "host", "reserve"))
+        reshard(self.module)  # weights may be gathered after a forward, and ``gathered`` counts them
+        with gather_or_raise() as budgets:  # one for all ranks: the slowest sets the pace, Ulysses ranks share cuts
+            budgets.append(memory_budget_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
+        least = (min(getattr(budget, part) for budget in budgets) for part in ("device", "host", "reserve"))
         return replace(levels, room=MemoryBudget(*least))
 
     @cached_property
     def _host_bytes(self) -> float:
-        """For this rank, measured in front of the first update, when the rollout engine is there and sleeps."""
+        """Host bytes for this rank, measured before the first update, while the rollout engine sleeps."""
         config, weights = self.engine_config, self._weight_bytes
-        if self._uses_fsdp2_cpu_offload_policy:  # weights are there by now, and not the rest
+        if self._uses_fsdp2_cpu_offload_policy:  # weights are on the host already
             return host_bytes() - weights.gradients - weights.optimizer
         return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
 
 
 class SharedPrefixLanguageModel(SharedPrefixEngine):
-    """Language-model engine: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of the tokens in front of responses."""
+    """Language-model engine; returns ``log_probs``, ``entropy`` and ``sum_pi_squared`` of response tokens."""
 
     def _finish_unsharded(self, module: nn.Module) -> None:
         base: Any = module.get_base_model() if self._is_lora else module
         refuse(base, lm_head_issues(type(base)))
-        if self.packed:  # a head with a request takes the tokens it is given, and columns of padded groups hold others
+        if self.packed:  # padded groups run the head on columns that hold other tokens too
             self.log_prob_head = install_head(base, self.model_config, self.options.logits_chunk_size)
         super()._finish_unsharded(module)
 
@@ -309,13 +303,13 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
 
 
 class SharedPrefixValueModel(SharedPrefixEngine):
-    """Value-model engine: ``values`` of the tokens in front of responses, by a token classifier with one label."""
+    """Value-model engine; returns ``values`` of response tokens, by a token classifier with one label."""
 
     @property
     def _forward_outputs(self) -> ForwardOutputs:
         return value_outputs
 
     def _build_module(self) -> nn.Module:
-        # verl loads value models for flash-attn only, which shared prefixes cannot use.
+        # verl loads value models with flash-attn only.
         with upstream.value_models_loaded_by(load_value_model):
             return super()._build_module()

@@ -1,4 +1,4 @@
-"""Context, inputs and verl's fields for one forward of the model, and its outputs on verl's jagged positions."""
+"""Make the context, inputs and verl's fields for one forward, and map its outputs to verl's jagged positions."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,23 +19,23 @@ from verl_pg_plugin.transfer import send, to_device
 
 
 class SequenceSelector:
-    """Selects sequences like ``tu.index_select_tensor_dict`` and sends them, without waiting for the device.
+    """Selects sequences like ``tu.index_select_tensor_dict`` and sends them without waiting for the device.
 
-    verl's function unbinds all sequences of a field at every call, which takes longer than planning them. Here every
-    jagged field is read once; what is not ragged in its second dimension is left to verl's. ``TensorDict.to`` copies
-    offsets from pageable memory, and so waits for the backward of the micro-batch before.
+    verl's function unbinds all sequences of a field in every call, which takes longer than the planning. So fields that
+    are ragged in their second dimension are read once here. ``TensorDict.to`` copies offsets from pageable memory and
+    would wait for the previous backward.
     """
 
     def __init__(self, data: TensorDict) -> None:
-        self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
-        data = data.exclude("position_ids", "multi_modal_inputs")  # which the layout has, and no loss reads
+        self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # offsets -> values of fields with them
+        data = data.exclude("position_ids", "multi_modal_inputs")  # no loss reads them
         for name, x in data.items():
             if isinstance(x, torch.Tensor) and x.is_nested and getattr(x, "_ragged_idx", 1) == 1:
                 self._jagged.setdefault(tuple(x.offsets().tolist()), {})[name] = x.values()
         self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
 
     def take(self, indices: list[int], device: torch.device) -> TensorDict:
-        """These sequences of the batch, in this order; fields of the same lengths have the same offsets."""
+        """Return these sequences in this order; fields of equal lengths share their offsets."""
         rest = tu.index_select_tensor_dict(self._rest, indices)
         dense = {name: x for name, x in rest.items() if isinstance(x, torch.Tensor) and not x.is_nested}
         selected = rest.exclude(*dense).to(device)
@@ -55,27 +55,27 @@ class SequenceSelector:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """A layout on the device, ready for the model; integers are int64.
+    """A layout on the device, with int64 integers.
 
-    Shape legend: G lines of S tokens (packed: one line), N labels of this rank, W columns that hold them, A labels of
-    all ranks that share the tokens, C outputs. With any ``content``, which the model reads beside tokens by keyword,
-    tokens and positions are those of all ranks, and the model takes its own part behind its vision encoder.
+    Shape legend: G lines of S tokens (packed: one line), N labels of this rank, W columns that the LM head runs on, A
+    labels of all Ulysses ranks, C outputs. With ``content``, as images, tokens and positions are those of all ranks,
+    and the model takes its slice after its vision encoder.
     """
 
     layout: Layout
-    context: ForwardContext  # what the layers that mix tokens are handed as ``prefix_grouper``
+    context: ForwardContext  # passed to layers as ``prefix_grouper``
     input_ids: torch.Tensor  # (G, S)
     position_ids: torch.Tensor  # (G, S), or (P, G, S) of P dimensions
-    head_columns: torch.Tensor  # (W,) columns that the LM head runs on
-    head_place: torch.Tensor | None = None  # (N,) of each label in these of all lines; None if they are the labels
+    head_columns: torch.Tensor  # (W,)
+    head_place: torch.Tensor | None = None  # (N,) index of each label into (G * W,) columns; None if W = N
     labels: torch.Tensor  # (N,)
-    label_sequence: torch.Tensor  # (N,) a sequence that contains it
-    label_index: torch.Tensor  # (N,) place of the token in front of it in the sequences laid one after the other
-    num_own: int = 0  # tokens of this rank where they are shared
-    all_labels: torch.Tensor | None = None  # (A,) tokens with a label of all ranks where they are shared
-    num_padding: int = 0  # tokens of all ranks that are not the layout's
-    places: torch.Tensor | None = None  # where experts are recorded, of all sequences' tokens in [cached | packed] ones
-    content: dict[str, torch.Tensor] = field(default_factory=dict)
+    label_sequence: torch.Tensor  # (N,) a sequence that contains the label
+    label_index: torch.Tensor  # (N,) index of the token before the label into the concatenated sequences
+    num_own: int = 0  # tokens of this rank
+    all_labels: torch.Tensor | None = None  # (A,) index of the tokens with a label; None without Ulysses
+    num_padding: int = 0  # tokens of all ranks that the layout does not have
+    places: torch.Tensor | None = None  # router replay: index of all sequences' tokens into [cached | packed] tokens
+    content: dict[str, torch.Tensor] = field(default_factory=dict)  # other keywords of the model
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -85,24 +85,24 @@ class ModelInputs:
             "position_ids": self.position_ids,
             "attention_mask": None,
             "prefix_grouper": self.context,
-            "use_cache": False,  # or the model thinks that it generates
+            "use_cache": False,
             **self.content,
         }
 
     def at_labels(self, x_GWV: torch.Tensor) -> torch.Tensor:
-        """(N, V) of the tokens with a label out of ``head_columns`` of all lines."""
+        """Select (N, V), the tokens with a label, from (G, W, V)."""
         x_NV = x_GWV.flatten(0, 1)
         return x_NV if self.head_place is None else x_NV.index_select(0, self.head_place)
 
     def on_sequences(self, x_NC: torch.Tensor) -> torch.Tensor:
-        """(C, logical tokens) with the values where verl reads them and zero elsewhere.
+        """Scatter outputs of this rank's labels to (C, tokens of all sequences), where verl reads them.
 
-        ``x_NC`` are those of this rank's labels; a collective where ranks share the tokens.
+        A collective under Ulysses.
         """
         if self.all_labels is not None:
             x_LC = x_NC.new_zeros(self.num_own, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
-            # Each rank computes the whole loss; verl's gather scales gradients up by the size of the group, so that
-            # they are right after FSDP has averaged them over all ranks.
+            # Each rank computes the whole loss. verl's gather multiplies gradients by the group's size, which FSDP's
+            # mean over all ranks divides out.
             x_TC = gather_outputs_and_unpad(x_LC, gather_dim=0, group=self.context.group)
             x_NC = x_TC.index_select(0, self.all_labels)
         if self.context.cache is not None:
@@ -120,10 +120,10 @@ def make_context(
     cache: CacheAccess | None = None,
     **of_layers: Any,
 ) -> ForwardContext:
-    """Make the context of one forward; ``of_layers`` are the ``checkpoint`` and the ``perturb`` of its layers."""
+    """Make the context of one forward; ``of_layers`` may have ``checkpoint`` and ``perturb``."""
     if isinstance(layout, PackedLayout):
         return PackedAttention(layout, kernel, cache, group, **of_layers)
-    from prefix_grouper import PrefixGrouper  # https://github.com/johncaged/PrefixGrouper, needed by this mode alone
+    from prefix_grouper import PrefixGrouper  # https://github.com/johncaged/PrefixGrouper, for padded groups only
 
     return PaddedGroupsAttention(PrefixGrouper(layout.group_info, device=device), kernel, **of_layers)
 
@@ -137,10 +137,10 @@ def make_inputs(
     shown: frozenset[Kind],
     token_multiple: int = 1,
 ) -> ModelInputs:
-    """Send what this rank needs for a forward to ``device``, without waiting for it.
+    """Send the inputs of this rank's forward to ``device`` without waiting for it.
 
     Args:
-        layout: of ``sequences``, or of a prefix of the first; ``context`` was made for it.
+        layout: of ``sequences``, or of a prefix of the first one.
         shown: kinds of images that the vision encoder runs on, even if no token here shows one.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
     """
@@ -161,11 +161,11 @@ def make_inputs(
 
     own = slice(*np.searchsorted(layout.head_index, [start, stop]))
     columns = layout.head_index[own] - start
-    if not len(columns):  # a head never runs on nothing: it computes the first token, which nobody reads
+    if not len(columns):  # the head cannot run on zero tokens
         columns = np.zeros(1, dtype=np.int64)
     label_index = padded(layout.token_index)[start + columns]
     input_ids, position_ids = padded(input_ids), padded(layout.position_ids)
-    if content is None:  # where there is more, the model itself takes this rank's tokens
+    if content is None:  # otherwise the model takes this rank's tokens itself
         input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
     return ModelInputs(
         layout=layout,

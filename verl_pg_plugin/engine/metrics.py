@@ -1,4 +1,4 @@
-"""What a mini-batch cost, next to what it would have cost without sharing; names are those of ``docs/metrics.md``."""
+"""Count what a mini-batch cost with and without sharing; ``docs/metrics.md`` explains the names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,8 @@ from verl_pg_plugin.planning.cost import ModelFlops
 
 TOTALS = (
     *("total_tokens", "computed_tokens", "padding_tokens", "unshared_micro_batches", "split_groups", "cached_tokens"),
-    *(
-        "prefill_tokens",
-        "verified_sequences",
-        "patches",
-        "total_patches",
-    ),  # the last two of models with a vision encoder
+    *("prefill_tokens", "verified_sequences", "patches", "total_patches"),
 )
-
 PLAIN_MEANS = (
     *("critic/vf_clipfrac", "critic/vpred_mean", "distillation/ppo_kl", "distillation/pg_clipfrac"),
     *("distillation/pg_clipfrac_lower", "distillation/student_mass", "distillation/teacher_mass"),
@@ -31,9 +25,9 @@ PLAIN_MEANS = (
 
 @dataclass
 class MiniBatchCosts:
-    """What shows only as a mini-batch runs; ``verifies`` tells whether some are verified."""
+    """Counts that are known only after a mini-batch has run."""
 
-    verifies: bool = False
+    verifies: bool = False  # the verifier is enabled
     num_padding: int = 0
     peak_cached_bytes: int = 0
     num_verified: int = 0
@@ -41,7 +35,7 @@ class MiniBatchCosts:
 
 
 def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dict[str, float]:
-    """What the mini-batch was on this rank."""
+    """Count tokens, micro-batches, bytes and FLOPs of a mini-batch on this rank."""
     layouts = [planned.layout for planned in plan.micro_batches]
     lengths, prompts = plan.sequences.lengths, plan.sequences.prompt_lengths
     groups = plan.sequences.prompt_groups
@@ -58,7 +52,7 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         "computed_tokens": sum(layout.num_tokens for layout in layouts) + costs.num_padding,
         "padding_tokens": costs.num_padding,
         "prompt_groups": sum(len(np.unique(groups[planned.sequences])) for planned in plan.micro_batches),
-        # Tokens, were every prompt of the mini-batch computed once and nothing shared but whole prompts.
+        # Tokens to compute if samples shared only whole prompts.
         "tokens_of_groups": int((lengths - prompts).sum() + (prompts[first] - 1).sum()),
         "micro_batches": len(layouts),
         "unshared_micro_batches": sum(not layout.shares_tokens for layout in layouts),
@@ -79,17 +73,17 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
 
 
 def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str) -> dict[str, list[float]]:
-    """Totals over all ``ranks``, so every rank reports the same; ``sp_size`` of them share each sequence."""
+    """Return equal metrics on every rank from the figures of all ``ranks``; ``sp_size`` of them share each sequence."""
     total = {name: sum(rank[name] for rank in ranks) / sp_size for name in ranks[0]}
     metrics = {name: total[name] for name in TOTALS if name in total} | {
         "dedup_ratio": total["total_tokens"] / total["computed_tokens"],
         "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
-        # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.
+        # The rest of dedup_ratio comes from prompts with a common prefix.
         "dedup_ratio_of_groups": total["total_tokens"] / max(total["tokens_of_groups"], 1),
         "prefix_cache_gib": max(rank["cached_bytes"] for rank in ranks) / 2**30,
         f"attention_backend/{kernel}": 1.0,
     }
-    if "forward" in total:  # without prefills, which a forward without gradient computes once more
+    if "forward" in total:  # without prefills
         metrics["flop_ratio"] = total["forward_alone"] / total["forward"]
     if total.get("host_bytes"):
         metrics["host_gib"] = max(rank["host_bytes"] for rank in ranks) / 2**30
@@ -99,15 +93,14 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
 
 
 def weigh_means(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
-    """Weigh, in place, what a loss has averaged over the tokens of each micro-batch (``actor/ppo_kl``).
+    """Multiply, in place, the token means of each micro-batch (as ``actor/ppo_kl``) by its ``weights``.
 
-    verl takes the mean of such a metric over micro-batches and ranks, where one of few tokens counts as much as one of
-    many: the figure depends on how a mini-batch is cut. Of weighted values that same mean is the one over all tokens.
-    ``weights`` are the loss tokens of each, over their mean in the micro-batches of all ranks.
+    A weight is the micro-batch's number of loss tokens over the mean of all ranks' micro-batches. verl averages these
+    metrics over micro-batches and ranks, and the weighted mean is the mean over all tokens, however they are cut.
     """
     for metrics, weight in zip(micro_batches, weights, strict=True):
         for name, metric in metrics.items():
-            if isinstance(metric, Metric):  # of the bypass mode some are extremes
+            if isinstance(metric, Metric):  # some of the bypass mode are extremes
                 if metric.aggregation is AggregationType.MEAN and not name.startswith("rollout_corr/"):
                     metric.values = [value * weight for value in metric.values]
             elif name in PLAIN_MEANS:

@@ -1,4 +1,4 @@
-"""Run one micro-batch: take its sequences, prefill what it reads, call the model and the loss, and go backward."""
+"""Run one micro-batch: select its sequences, prefill, call the model and the loss, and run the backward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ from verl_pg_plugin.planning.activation_level import Level
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Settings, plan and cache that all micro-batches of a mini-batch share, and the forward of the model."""
+    """Settings, plan and cache of a mini-batch, and the forward of the model."""
 
     module: nn.Module
     forward_outputs: ForwardOutputs  # ``heads.language_model_outputs`` or ``heads.value_outputs``
@@ -38,7 +38,7 @@ class MiniBatch:
     device: torch.device
     dtype: torch.dtype  # of autocast
     sp_group: dist.ProcessGroup | None  # Ulysses ranks that share the tokens
-    token_multiple: int  # tokens are padded to a multiple of it
+    token_multiple: int  # pad tokens to a multiple of it
     plan: Plan
     selector: SequenceSelector
     costs: MiniBatchCosts
@@ -55,16 +55,16 @@ class MiniBatch:
         return "forward-only" if self.forward_only else "update"
 
     def take(self, indices: list[int]) -> tuple[Sequences, TensorDict]:
-        """Return some sequences as numbers on the host, and verl's fields of them on the device."""
+        """Return some sequences as numpy on the host, and their verl fields on the device."""
         return self.plan.sequences.select(indices), self.selector.take(indices, self.device)
 
     def inputs(self, layout: Layout, sequences: Sequences, **of_context: Any) -> ModelInputs:
-        """Make the context of a forward and the model's inputs around it; ``of_context`` as of ``make_context``."""
+        """Make the context of a forward and the model's inputs; ``of_context`` goes to ``make_context``."""
         context = make_context(layout, self.kernel, self.device, self.sp_group, **of_context)
         return make_inputs(context, layout, sequences, self.modality, self.device, self.plan.shown, self.token_multiple)
 
     def compute(self, inputs: ModelInputs, fields: TensorDict) -> dict[str, torch.Tensor]:
-        """Return named outputs of every sequence, jagged (B, length) as verl's losses read them."""
+        """Run the model; return named outputs, jagged (B, length) as verl's losses read them."""
         names, outputs_NC = self.forward_outputs(self.module, inputs, fields, self.loss_function)
         self.shared_model.check_every_layer_mixed(inputs.context)
         values_CL, offsets = inputs.on_sequences(outputs_NC), fields["input_ids"].offsets()
@@ -75,11 +75,11 @@ class MiniBatch:
 
 
 def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, Any]:
-    """Run one micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
+    """Run the forward and backward of a micro-batch; return ``model_output``, ``loss`` and ``metrics``."""
     forward_only, costs = batch.forward_only, batch.costs
     sequences, fields = batch.take(planned.sequences)
-    # A chunk of an update takes its own tokens off the cache. The tokens that it reads are cached, or prefilled here.
-    # Forwards without gradient run first: FSDP2 expects the backward right after its forward.
+    # A chunk of an update removes its own tokens from the cache; those that it reads are cached or prefilled. The
+    # prefill runs first: FSDP2 expects each backward directly after its forward.
     consumed = [] if forward_only else batch.cache.consume(planned.layout)
     _prefill(batch, planned)
     samples = batch.verifier.choose(planned, sequences, batch.kind)
@@ -91,7 +91,7 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
     access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
     checkpoint = None if planned.level is Level.ALL else LayerCheckpoints(planned.level, batch.copier).run
     inputs = batch.inputs(planned.layout, sequences, cache=access, checkpoint=checkpoint)
-    loss, metrics = torch.ones((), device=batch.device), {}  # filled on the device: copying a number would block
+    loss, metrics = torch.ones((), device=batch.device), {}  # torch.tensor(1.0) would wait for the device
     with batch.autocast():
         outputs = batch.compute(inputs, fields)
         if batch.loss_function is not None:
@@ -118,14 +118,14 @@ def reshard(module: nn.Module) -> None:
 
 
 def _prefill(batch: MiniBatch, planned: PlannedMicroBatch) -> None:
-    """Compute without gradient the tokens that a chunk reads and no earlier chunk has published, if any."""
+    """Compute, without gradient, the tokens that a chunk reads and no earlier chunk has published."""
     if (layout := planned.prefill) is None:
         return
-    sequences, fields = batch.take(planned.sequences[:1])  # the path is a prefix of a chunk's first sequence
+    sequences, fields = batch.take(planned.sequences[:1])  # a chunk reads a prefix of its first sequence
     access = batch.cache.access(layout, publishes=True, prefill=True)
     inputs = batch.inputs(layout, sequences, cache=access)
     training = batch.module.training
-    batch.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
+    batch.module.eval()  # compiled layers then reuse their graphs of old_log_prob; dropout is refused
     try:
         with torch.no_grad(), batch.autocast():
             batch.compute(inputs, fields)
@@ -134,7 +134,7 @@ def _prefill(batch: MiniBatch, planned: PlannedMicroBatch) -> None:
 
 
 def _compute_alone(batch: MiniBatch, chosen: list[int], make_noise: Callable[[], Noise] | None) -> Responses:
-    """Compute some samples, each in a forward of its own, with noise in its layers if any is given."""
+    """Compute each sample in a separate forward, with noise in its layers if ``make_noise`` is given."""
     responses: dict[str, list[torch.Tensor]] = {}
     for index in chosen:
         sequences, fields = batch.take([index])

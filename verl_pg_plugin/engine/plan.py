@@ -1,7 +1,7 @@
-"""Plan a mini-batch: read it, cut it into micro-batches, lay them out, and agree with the other ranks.
+"""Plan a mini-batch: read it, cut it into micro-batches, build their layouts, and exchange summaries with other ranks.
 
-Tokens limit a micro-batch, since they fill memory. FLOPs say when it runs: ranks wait for each other in every layer, so
-each runs its most expensive ones first.
+Tokens limit a micro-batch, since they fill memory. FLOPs determine the order: ranks wait for each other in every layer,
+so each runs its most expensive micro-batches first.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from tensordict import TensorDict
 
-from verl_pg_plugin.engine.batch import check_batch, limits_of, read_sequences, regular
+from verl_pg_plugin.engine.batch import check_batch, limits_of, normalize_batch, read_sequences
 from verl_pg_plugin.engine.ranks import gather_or_raise
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Kind, Modality
@@ -27,37 +27,37 @@ class PlannedMicroBatch:
 
     sequences: list[int]  # indices into the mini-batch, in the order of the layout
     layout: Layout
-    # Run in front of it, without gradient. Where only other ranks have something to prefill it is the shortest forward
-    # there is: FSDP gathers weights on all ranks or on none.
+    # Runs before it without gradient. If only other ranks prefill, the shortest forward, since FSDP gathers weights on
+    # all ranks together.
     prefill: PackedLayout | None
     level: Level
-    shares_tokens: bool  # whether the n-th micro-batch of any rank computes a token for several sequences
-    reads_ancestors: bool  # whether in that of any rank attention reads other segments
+    shares_tokens: bool  # True if the n-th micro-batch of any rank computes a token for several sequences
+    reads_ancestors: bool  # True if attention crosses segments on any rank
 
 
 @dataclass(frozen=True)
 class Plan:
     """A mini-batch of this rank."""
 
-    data: TensorDict  # regular
-    sequences: Sequences  # the same as numbers on the host
-    micro_batches: list[PlannedMicroBatch]  # as they run; every rank has as many
-    loss_mask_tokens: float  # of all ranks, by which verl's losses scale
-    loss_weights: list[float]  # tokens that the loss counts in each micro-batch, over their mean on all ranks
+    data: TensorDict  # as ``normalize_batch`` returns it
+    sequences: Sequences  # the same as numpy
+    micro_batches: list[PlannedMicroBatch]  # in running order; equally many on every rank
+    loss_mask_tokens: float  # of all ranks; verl's losses divide by it
+    loss_weights: list[float]  # loss tokens of each micro-batch over their mean on all ranks
     num_split_groups: int
-    shown: frozenset[Kind]  # kinds that some rank has; every micro-batch runs the vision encoder on each
+    shown: frozenset[Kind]  # image kinds of any rank; every micro-batch runs the vision encoder on each
     levels: ActivationPolicy
 
 
 _LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]
-"""The micro-batches of a group as they run."""
+"""The micro-batches of a group in running order, with their layouts."""
 
 
 class _RankSummary(NamedTuple):
-    """What a rank tells the others; n are the micro-batches of a group."""
+    """Summary of a rank's draft for the other ranks; n is the number of micro-batches in a group."""
 
-    costs: list[float]  # of a group's micro-batches with their prefills, their mean
-    flags: list[np.ndarray]  # (n, 3) as they run: whether there is a prefill, tokens are shared, ancestors are read
+    costs: list[float]  # for each group the mean FLOPs of a micro-batch with its prefill
+    flags: list[np.ndarray]  # for each group (n, 3) in running order: prefills, shares tokens, reads ancestors
     shown: frozenset[Kind]
     loss_mask_tokens: float
     loss_tokens: int
@@ -69,7 +69,7 @@ def plan_mini_batch(
     flops: ModelFlops,
     *,
     packed: bool,
-    carries: bool,
+    caches: bool,
     forward_only: bool,
     levels: ActivationPolicy,
     fused_head: bool = False,
@@ -77,28 +77,26 @@ def plan_mini_batch(
     sp_size: int = 1,
     dp_rank: int = 0,
 ) -> Plan:
-    """Plan the mini-batches of all ranks; a collective of the host.
+    """Plan a mini-batch together with the other ranks; a collective of the host.
 
     Args:
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
         packed: packed mode, else upstream's padded groups.
-        carries: chunks of split groups read tokens from each other, which then take a part of the budget.
-        levels: with the room of the rank that has least.
-        fused_head: whether verl's fused kernels compute the log-probs.
-        rope_length_limit: longest that a sequence may be (``architectures.rope_length_limit``).
-        sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
-        dp_rank: this rank's place among those that do not.
+        caches: chunks of split groups read tokens from each other, and cached tokens count towards the budget.
+        fused_head: verl's fused kernels compute the log-probs.
+        rope_length_limit: maximum length of a sequence (``architectures.rope_length_limit``).
+        sp_size: Ulysses ranks, which share each sequence; multiplies the token budget as in verl.
 
-    Where a rank has a batch that it cannot compute, it raises ValueError and the others RankError.
+    A rank with an invalid batch raises ValueError or KeyError, and the others RankError.
     """
     with gather_or_raise() as ranks:
-        data = regular(data)
+        data = normalize_batch(data)
         check_batch(data, packed, fused_head)
         sequences = read_sequences(data, modality, rope_length_limit)
         order = sequences.order()
         limits = limits_of(data, sp_size)
-        weights = cache_weights(levels, limits.budget(order.num_tokens), forward_only) if carries else None
-        # V1 takes what rollout correction rejects out of the response mask alone, which verl's losses read.
+        weights = cache_weights(levels, limits.budget(order.num_tokens), forward_only) if caches else None
+        # verl's losses read the response mask; V1 removes tokens that rollout correction rejects from it only.
         masks = data.get("response_mask", data["loss_mask"])
         loss_tokens = np.array([mask.sum().item() for mask in masks.unbind()])
         has_loss = np.ones_like(loss_tokens) if forward_only else loss_tokens > 0
@@ -112,13 +110,13 @@ def plan_mini_batch(
         ranks.append(_summary(draft, flops, sequences, counts))
     numbers = [sum(map(len, rank.flags)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
-        with gather_or_raise() as ranks:  # those with fewer cut theirs again, and their costs differ
+        with gather_or_raise() as ranks:  # a rank with fewer cuts its mini-batch again
             if sum(map(len, draft)) < wanted:
                 draft = cut(wanted)
             ranks.append(_summary(draft, flops, sequences, counts))
 
     summaries = ranks[::sp_size]
-    planned = _as_they_run(draft, summaries, dp_rank, sequences, levels, forward_only)
+    planned = _running_order(draft, summaries, dp_rank, sequences, levels, forward_only)
     num_split_groups = sum(len(group) > 1 for group in draft)
     shown = frozenset[Kind]().union(*(rank.shown for rank in summaries))
     masked = sum(rank.loss_mask_tokens for rank in summaries)
@@ -127,7 +125,7 @@ def plan_mini_batch(
     return Plan(data, sequences, planned, masked, loss_weights, num_split_groups, shown, levels)
 
 
-def _as_they_run(
+def _running_order(
     draft: list[_LaidOut],
     ranks: list[_RankSummary],
     own: int,
@@ -135,7 +133,7 @@ def _as_they_run(
     levels: ActivationPolicy,
     forward_only: bool,
 ) -> list[PlannedMicroBatch]:
-    """This rank's micro-batches in the order in which they run, with what any rank has beside each."""
+    """Return this rank's micro-batches, most expensive group first, with the flags of all ranks combined."""
     orders = [np.argsort(np.negative(rank.costs), kind="stable").tolist() for rank in ranks]
     flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(ranks, orders, strict=True)]
     running = [pair for i in orders[own] for pair in draft[i]]
@@ -144,7 +142,7 @@ def _as_they_run(
         prefill = layout.prefill
         if prefills and prefill is None:
             prefill = sequences.select(micro_batch.sequences[:1]).build_idle_prefill()
-        level = Level.ATTENTION  # of a forward without gradient nothing is kept
+        level = Level.ATTENTION  # without effect in a forward without gradient
         if not forward_only:
             level = levels.choose(layout.num_tokens, len(layout.head_index), **layout.cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
@@ -158,7 +156,7 @@ def _build_layouts(group: list[MicroBatch], sequences: Sequences, packed: bool, 
         selected = (sequences.select(micro_batch.sequences) for micro_batch in group)
         layouts = [build_padded_layout(own.tokens, own.offsets, own.prompt_lengths) for own in selected]
     running = list(zip(group, layouts, strict=True))
-    # An update runs chunks of a split group from the last: each leaves gradients for those whose tokens it reads.
+    # An update runs the chunks of a split group in reverse: a chunk adds gradients of the cached tokens that it reads.
     return running if forward_only else running[::-1]
 
 
@@ -166,7 +164,7 @@ def _summary(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, cou
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]
-        # Where something is prefilled there is a backward, and a prefill has none.
+        # A prefill has no backward, and only updates prefill.
         prefills = [layout.prefill for layout in layouts if layout.prefill is not None]
         flop = FORWARDS_OF_AN_UPDATE * flops.forward(layouts) + flops.forward(prefills)
         costs.append(flop / len(group))

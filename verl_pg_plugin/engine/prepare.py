@@ -1,4 +1,4 @@
-"""Build what an engine runs: choices of a machine, checks, and a transformers model over shared prefixes."""
+"""Select the kernel, check a transformers model, and prepare it for shared prefixes."""
 
 import logging
 import platform
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks decided differently, because their machines differ; raised on every rank."""
+    """Ranks selected other kernels or compile modes because their machines differ; raised on every rank."""
 
 
-def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, str]:
-    """The attention kernel, whether decoder layers are compiled, and why; what a machine has installed decides both.
+def select_on_all_ranks(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, str]:
+    """Return the attention kernel, True if decoder layers are compiled, and the reasons; equal on all ranks.
 
-    With other kernels the log-probs of ranks would differ; where one rank compiles nothing, all others wait for it.
-    Raises ValueError or RuntimeError for an option that the mode does not support, a missing kernel, RanksDifferError.
+    Both depend on the packages of a machine. Other kernels would return other log-probs, and uncompiled layers on one
+    rank would slow down all. Raises ValueError or RuntimeError for an unsupported option or a missing kernel.
     """
     with gather_or_raise() as ranks:
         check_engine(engine_config, model_config)
@@ -52,27 +52,27 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
         why = f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})"
         ranks.append((kernel.name, compiles, f"{platform.node()} has {why}"))
     if len({(name, compiled) for name, compiled, _ in ranks}) > 1:
-        told = [choice for _, _, choice in ranks]
-        alike = {choice: [rank for rank, of_rank in enumerate(told) if of_rank == choice] for choice in told}
-        each = "; ".join(f"{choice} on ranks {found}" for choice, found in alike.items())
+        choices = [choice for _, _, choice in ranks]
+        ranks_of = {choice: [rank for rank, other in enumerate(choices) if other == choice] for choice in choices}
         raise RanksDifferError(
-            f"ranks decided differently, as their machines differ: {each}; give all machines what some lack, or set "
-            f"{ATTENTION_KERNEL}=<one that all can run> and {COMPILE_LAYERS}=False"
+            "ranks decided differently, as their machines differ: "
+            f"{'; '.join(f'{choice} on ranks {those}' for choice, those in ranks_of.items())}. Fix: install the same "
+            f"packages on all machines, or set {ATTENTION_KERNEL}=<one that all can run> and {COMPILE_LAYERS}=False"
         )
-    if compiles:  # gradients of queries, keys and values are to lie as the compiled forward wrote these
+    if compiles:  # gradients of queries, keys and values must have the strides of the compiled forward's outputs
         kernel = replace(kernel, heads_first=True)
     return kernel, compiles, why
 
 
 @dataclass(frozen=True)
 class SharedModel:
-    """What an engine remembers of the model that it built."""
+    """Properties of the model that an engine has built."""
 
     name: str
     layers: Counter[str]  # by the name of their mixer
     flops: ModelFlops
-    prefix_cache: bool  # whether every layer reads tokens that another micro-batch has computed
-    untested: str = ""  # why no test holds it to every sequence alone, empty if one does
+    prefix_cache: bool  # every layer can read tokens that another micro-batch has computed
+    untested: str = ""  # why no test compares this model with single sequences; empty if one does
 
     def check_every_layer_mixed(self, context: ForwardContext) -> None:
         """Raise RuntimeError if layers mixed tokens by other means in the forward that ``context`` was made for."""
@@ -80,12 +80,12 @@ class SharedModel:
             if (calls := context.calls[mixer]) != num_layers:
                 raise RuntimeError(
                     f"{mixer} over shared prefixes ran in {calls} of {num_layers} layers of {self.name}: its other "
-                    f"layers mix tokens in a way that is not supported; {SHARING_OFF}"
+                    f"layers mix tokens in a way that is not supported. Fix: {SHARING_OFF}"
                 )
 
 
 def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
-    """Change the config from which a model is built; a vision encoder keeps the attention that was asked for."""
+    """Change the config from which a model is built; a vision encoder keeps its attention."""
     kept = {"vision_config": config.vision_config._attn_implementation} if modality.kinds else {}
     for name in count_layers(config.get_text_config()):
         MIXERS[name].prepare(config)
@@ -94,15 +94,15 @@ def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
 
 
 def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed: bool = False) -> SharedModel:
-    """Let the mixers take over an unwrapped model built from a prepared config, and compile its layers as asked.
+    """Install the mixers in an unwrapped model built from a prepared config, and compile its layers if ``compiles``.
 
-    ``recomputed`` layers run a second time in the backward. A model that cannot run is a ValueError.
+    ``recomputed`` layers run a second time in the backward. An unsupported model is a ValueError.
     """
     issues = config_issues(module.config) + class_issues(type(module))
     refuse(module, issues or keyword_issues(type(module.base_model)))
     untested = untested_part(module)  # before mixers replace parts of it
     layers = count_layers(module.config.get_text_config())
-    if not layers:  # a class of the checkpoint's own, and nothing would be replaced or checked
+    if not layers:  # nothing would be replaced or checked
         why = "its config does not say how many layers it has"
         refuse(module, [Issue("", why, f"++{OVERRIDE}.num_hidden_layers=<its layers>")])
     for name in layers:
@@ -110,7 +110,7 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
     modality.install(module)
     if compiles:
         compile_layers(module, recomputed=recomputed)
-    # The cache goes by a layer's index, which is one for all runs of a layer in a forward.
+    # The prefix cache is keyed by layer index, so a layer that runs twice in a forward cannot use it.
     indices = {getattr(part, "layer_idx", None) for part in module.modules()} - {None}
     caches = len(indices) >= layers.total() and all(MIXERS[name].prefix_cache for name in layers)
     return SharedModel(type(module).__name__, layers, ModelFlops.or_tokens(lambda: module), caches, untested)
@@ -118,32 +118,32 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
 
 @contextmanager
 def own_attention_refused(model_type: str) -> Iterator[None]:
-    """Raise ValueError where the class that is built in this block looks attention up in a table of its own."""
+    """Raise ValueError if the class that is built in this block looks attention up in its own table."""
     try:
         yield
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
             raise
         raise ValueError(
-            f"prefixes cannot be shared in {model_type}: its class looks attention up in a table of its own (let it "
-            f"call transformers' ALL_ATTENTION_FUNCTIONS); {SHARING_OFF}"
+            f"prefixes cannot be shared in {model_type}: its class looks attention up in its own table. Fix: let it "
+            f"call transformers' ALL_ATTENTION_FUNCTIONS, or {SHARING_OFF}"
         ) from error
 
 
 def refuse(module: nn.Module, issues: list[Issue]) -> None:
-    """Raise ValueError with the name of a model's class and what speaks against it, if anything does."""
+    """Raise ValueError with the name of a model's class if there are any ``issues``."""
     if issues:
         causes = "; ".join(f"{issue.why} ({issue.fix})" if issue.fix else issue.why for issue in issues)
-        raise ValueError(f"prefixes cannot be shared in {type(module).__name__}: {causes}; {SHARING_OFF}")
+        raise ValueError(f"prefixes cannot be shared in {type(module).__name__}: {causes}. Fix: {SHARING_OFF}")
 
 
 def check_no_dropout(module: nn.Module) -> None:
-    """Raise ValueError for layers, of adapters too, that drop out: samples would lose the same of what they share."""
+    """Raise ValueError for dropout in a model or its adapters: samples would share the mask of a shared token."""
     for name, layer in module.named_modules():
         if isinstance(layer, _DropoutNd) and layer.p > 0:
             raise ValueError(
                 f"use_prefix_grouper=True: {name} drops out with p={layer.p}, and samples that share a token would "
-                f"share its mask; set lora_dropout of the adapter (or the model's dropout) to 0, or {SHARING_OFF}"
+                f"share its mask. Fix: set lora_dropout of the adapter (or the model's dropout) to 0, or {SHARING_OFF}"
             )
 
 
@@ -151,7 +151,7 @@ def order_buffers(module: nn.Module) -> None:
     """Sort the buffers of every part of a model by name, in place.
 
     FSDP1 copies rank 0's buffers to other ranks by their order. transformers registers the rotary frequencies of
-    several layer types in the order of a set of strings, which depends on the hash seed of a process.
+    several layer types in the order of a set, which differs between processes.
     """
     for part in module.modules():
         for name in sorted(part._buffers):
@@ -161,15 +161,15 @@ def order_buffers(module: nn.Module) -> None:
 def load_value_model(
     local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool
 ) -> Any:
-    """A checkpoint's token classifier with one label, with the attention that ``model_config`` names.
+    """Load a token classifier with one label; raise ValueError if the architecture has none.
 
-    The head is new where ``local_path`` holds a causal LM. ValueError where the architecture has no token classifier.
+    The head is new if ``local_path`` holds a causal LM.
     """
     own_class = "AutoModelForTokenClassification" in (getattr(model_config, "auto_map", None) or {})
     if not (own_class and trust_remote_code) and type(model_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise ValueError(
-            f"transformers has no token classifier for {model_config.model_type!r}, so {local_path} cannot be a value "
-            "model; set critic.model.path to a checkpoint of an architecture that has one (qwen3, qwen2, llama, ...)"
+            f"critic.model.path={local_path}: transformers has no token classifier for {model_config.model_type!r}. "
+            "Fix: set critic.model.path to a checkpoint of an architecture that has one (qwen3, qwen2, llama, ...)"
         )
     return AutoModelForTokenClassification.from_pretrained(
         local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code

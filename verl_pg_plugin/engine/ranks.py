@@ -1,7 +1,7 @@
-"""What ranks tell each other; an error on one of them is raised on all.
+"""Gather values from all ranks, and raise an error of one rank on all of them.
 
-Ranks agree in front of a mini-batch's first forward, and on what verify mode finds. What else fails later fails on its
-rank alone: the others wait for it in the collectives of the model, and torch or Ray ends the run.
+Ranks do this before a mini-batch's first forward, and where verify mode compares. Any other error is raised on its rank
+alone: the others block in the model's collectives until torch or Ray ends the run.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """Another rank could not go on; the message is that rank's."""
+    """Another rank failed; the message is that rank's."""
 
 
 def gather(value: T) -> list[T]:
-    """``value`` of every rank, in rank order; a collective of the host."""
+    """Return ``value`` of every rank, in rank order; a collective of the host."""
     if dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -28,18 +28,18 @@ def gather(value: T) -> list[T]:
 
 @contextmanager
 def gather_or_raise() -> Iterator[list[Any]]:
-    """A block that every rank runs and in which each appends one value; behind it the list has those of all ranks.
+    """Gather the one value that the block appends on each rank; after the block the list holds all ranks' values.
 
-    What the block raises on one rank is a RankError on the others.
+    An exception of the block on one rank is a RankError on the others.
     """
-    told: list[Any] = []
+    values: list[Any] = []
     try:
-        yield told
-        assert len(told) == 1, "a rank tells one value"
-    except Exception as error:  # a process that is told to stop tells nothing
+        yield values
+        assert len(values) == 1, "the block appends one value"
+    except Exception as error:  # no BaseException: a process that is being stopped must not wait for other ranks
         gather((f"{type(error).__name__}: {error}", None))
         raise
-    outcomes = gather((None, told))
+    outcomes = gather((None, values))
     if failed := [f"rank {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]:
         raise RankError("; ".join(failed))
-    told[:] = [value for _, (value,) in outcomes]
+    values[:] = [value for _, (value,) in outcomes]

@@ -1,9 +1,8 @@
-"""Put our engines in front of verl's FSDP and VeOmni engines; ``config.engine_config`` notices when they are not.
+"""Register our FSDP and VeOmni engines with verl; ``config.engine_config`` checks that verl would build them.
 
-verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") win over the stock ones
-without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/engine/base.py, EngineRegistry). verl
-instantiates what it finds, so an entry is a class that makes the engine which the engine config asks for. Ours is
-imported then and no sooner: stock runs do without its modules.
+verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") precede the stock ones. verl
+0.9.1 has no entry for "cpu" (workers/engine/base.py, EngineRegistry). Our entries build our engine or verl's, depending
+on the engine config, and import ours only then.
 """
 
 from pkgutil import resolve_name
@@ -19,7 +18,7 @@ from verl_pg_plugin.config.keys import FSDP_STRATEGIES, VEOMNI
 
 
 class StockValueModelOnCPU(FSDPEngineWithValueHead):
-    """verl's value model where there is no flash-attn, for which verl loads it."""
+    """verl's value model, loaded without flash-attn."""
 
     def _build_module(self) -> nn.Module:
         from verl_pg_plugin.engine.prepare import load_value_model
@@ -29,9 +28,9 @@ class StockValueModelOnCPU(FSDPEngineWithValueHead):
 
 
 class _Entry(BaseEngine):
-    """``ours`` if the engine config has ``use_prefix_grouper=True``, else ``stock``."""
+    """Builds ``ours`` if the engine config has ``use_prefix_grouper=True``, else ``stock``."""
 
-    ours: str  # module of this package and class
+    ours: str  # module in this package, and class
     stock: type[BaseEngine]
 
     def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,9 +52,9 @@ _ENTRIES: dict[tuple[str, str], type[BaseEngine]] = {
     **{("language_model", strategy): PrefixGrouperFSDPEngineWithLMHead for strategy in FSDP_STRATEGIES},
     **{("value_model", strategy): PrefixGrouperFSDPEngineWithValueHead for strategy in FSDP_STRATEGIES},
 }
-"""Ours, by model type and strategy."""
+"""Our entries by model type and strategy."""
 
-if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where the package veomni can be imported
+if VEOMNI in EngineRegistry._engines["language_model"]:  # verl registers it if the package veomni is installed
     from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
     class PrefixGrouperVeOmniEngineWithLMHead(_Entry):
@@ -65,9 +64,9 @@ if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where 
 
 
 def register_engines() -> list[str]:
-    """Register our engines for CUDA (vendor nvidia) and CPU, and tell the strategies; again changes nothing.
+    """Register our engines for CUDA (vendor nvidia) and CPU, and return the strategies; idempotent.
 
-    RuntimeError where another plugin holds one of the keys.
+    Raises RuntimeError if another plugin has registered one of the keys.
     """
     for (model_type, strategy), entry in _ENTRIES.items():
         for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
@@ -78,8 +77,8 @@ def register_engines() -> list[str]:
             if holder is not None:
                 raise RuntimeError(
                     f"{holder.__module__}.{holder.__qualname__} is already registered as verl's {model_type} engine "
-                    f"for {key}, strategy {strategy}; only one plugin can hold it: uninstall the other, or exclude it "
-                    "with VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin"
+                    f"for {key}, strategy {strategy}. Fix: uninstall that plugin, or set "
+                    "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin"
                 )
             EngineRegistry.register(model_type, strategy, device=device, vendor=vendor)(entry)
     return [strategy for model_type, strategy in _ENTRIES if model_type == "language_model"]

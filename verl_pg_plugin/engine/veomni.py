@@ -1,10 +1,7 @@
-"""verl's VeOmni engine with shared prefixes; imported only where verl's own can be, which needs the package veomni.
+"""verl's VeOmni engine with shared prefixes; needs the package veomni.
 
-VeOmni builds a model by files of its own, which look attention up as those of transformers do, and shards it with
-FSDP2. Its engine inherits from verl's FSDP engine and has other methods in between.
-
-Router replay tells each layer of experts which of them a token goes to, so the experts are part of what a token is: two
-sequences share one only where those of the tokens before it are equal too (``RoutedText``).
+VeOmni's model files look attention up as transformers does, and FSDP2 shards its models. verl's VeOmni engine derives
+from its FSDP engine. Router replay fixes the experts of each token, so sequences share tokens with equal experts only.
 """
 
 from collections.abc import Callable
@@ -34,39 +31,39 @@ from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.transfer import to_device
 
 ROUTES = "routed_experts"
-"""verl's name of the (tokens, layers, experts of a token) of every sequence, in batches and among outputs."""
+"""verl's field and output (tokens, layers, experts per token) of every sequence."""
 RECORDED = CacheKey(-1, ROUTES)
-"""Of tokens that one chunk of a split group computes and others read."""
+"""Key of the experts of cached tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedText(Modality):
-    """Text whose tokens go to experts that the batch names, or that are recorded, as the router says."""
+    """Text whose experts the batch contains or the router records."""
 
     router: VeOmniRouterReplay
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
-        """The sequences with their experts; BatchError where the batch lacks them.
+        """Add their experts to the sequences; raise BatchError if the batch lacks them.
 
-        A token that no router saw has zeros, which are no choice of two or more experts; of one they would be.
+        Zeros mark a token that no router saw. With one expert per token zeros would be a choice, so that is refused.
         """
         sequences = super().read(data, sequences)
         empty = sequences.prompt_lengths == sequences.lengths
         if self.router.action is RouterReplayAction.RECORD and empty.any():
             raise BatchError(
-                f"sequence {int(np.argmax(empty))} has an empty response, whose experts R2 does not record here; drop "
-                "such rows, or set router_replay.mode=R3"
+                f"router_replay.mode=R2: sequence {int(np.argmax(empty))} has an empty response, whose experts are not "
+                "recorded. Fix: drop such rows, or set router_replay.mode=R3"
             )
         if self.router.action is not RouterReplayAction.REPLAY:
             return sequences
         routed = data.get(ROUTES, None)
         if routed is None or not routed.is_nested or routed.shape[-1] < 2:
             raise BatchError(
-                f"router replay needs {ROUTES}, two or more of every token; R3 takes them from rollouts with "
-                "actor_rollout_ref.rollout.enable_rollout_routing_replay=True. Or set router_replay.mode=disabled"
+                f"router replay needs {ROUTES}, two or more per token. Fix: set router_replay.mode=disabled, or for R3 "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
             )
         routes_NLK = routed.values().cpu().numpy()
-        # A token's key has the experts of the token before: up to a label, what is shared depends on those alone.
+        # A token is shared only if the next token's key is equal too, so keys contain the experts of the token before.
         numbers: dict[bytes, int] = {}
         before = np.roll([numbers.setdefault(routes_LK.tobytes(), len(numbers)) for routes_LK in routes_NLK], 1)
         before[sequences.offsets[:-1]] = -1
@@ -75,7 +72,7 @@ class RoutedText(Modality):
 
 
 def _places(layout: PackedLayout, offsets: IntArray) -> IntArray:
-    """(N,) index into [cached | packed] tokens of each token of the sequences; behind them for the last of each."""
+    """Return (N,) indices of the sequences' tokens into [cached | packed] tokens; one past the end for last tokens."""
     cached = layout.num_cached
     tokens = np.full(offsets[-1], cached + layout.num_tokens)
     ends = tokens.copy()
@@ -88,12 +85,12 @@ def _places(layout: PackedLayout, offsets: IntArray) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedMiniBatch(MiniBatch):
-    """A mini-batch whose tokens go to experts that are recorded, or that the batch names."""
+    """A mini-batch whose experts are recorded or replayed."""
 
     router: VeOmniRouterReplay
 
     def inputs(self, layout: Layout, sequences: Sequences, **of_context: Any) -> ModelInputs:
-        """Also tells the routers, whose forward comes next, what they take."""
+        """Make the inputs of a forward, and prepare the routers for it."""
         inputs, router = super().inputs(layout, sequences, **of_context), self.router
         if router.action is RouterReplayAction.DISABLED:
             return inputs
@@ -109,7 +106,7 @@ class RoutedMiniBatch(MiniBatch):
         return inputs
 
     def compute(self, inputs: ModelInputs, fields: TensorDict) -> dict[str, torch.Tensor]:
-        """Where experts are recorded also those, (tokens, layers, experts of a token) of every sequence."""
+        """Run the model; if experts are recorded, add them to the outputs as ``ROUTES``."""
         outputs = super().compute(inputs, fields)
         router, cache = self.router, inputs.context.cache
         if inputs.places is None:
@@ -117,9 +114,9 @@ class RoutedMiniBatch(MiniBatch):
                 raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, {router.num_fired} of the model route")
             return outputs
         routes_TLK = router.take_recorded()
-        if (group := inputs.context.group) is not None:  # as bytes: NCCL sends no int16
-            of_all = gather_outputs_and_unpad(routes_TLK.view(torch.uint8), gather_dim=0, group=group)
-            routes_TLK = of_all.view(torch.int16)
+        if (group := inputs.context.group) is not None:  # as bytes: NCCL does not support int16
+            bytes_TLK = gather_outputs_and_unpad(routes_TLK.view(torch.uint8), gather_dim=0, group=group)
+            routes_TLK = bytes_TLK.view(torch.int16)
         routes_TLK = routes_TLK[: inputs.layout.num_tokens]
         if cache is not None:
             cache.publish_values(RECORDED, routes_TLK)
@@ -130,22 +127,22 @@ class RoutedMiniBatch(MiniBatch):
 
 
 class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWithLMHead):
-    """Language-model engine in packed mode; how it shards, loads and saves is VeOmni's."""
+    """Language-model engine in packed mode; VeOmni shards, loads and saves the model."""
 
-    _autocast_dtype = torch.bfloat16  # which verl runs VeOmni's models in, whatever their weights are
+    _autocast_dtype = torch.bfloat16  # verl's choice for VeOmni, whatever the dtype of the weights
     scaler = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.device_mesh, size = get_parallel_state().fsdp_mesh, get_parallel_state().ulysses_size
-        if size != self.ulysses_sequence_parallel_size:  # tokens would be cut for other ranks than share them
+        if size != self.ulysses_sequence_parallel_size:
             raise ValueError(
                 f"ulysses_parallel_size={self.ulysses_sequence_parallel_size}: VeOmni keeps that of a process's first "
-                f"engine, {size}; set actor_rollout_ref.actor.veomni and actor_rollout_ref.ref.veomni alike"
+                f"engine, {size}. Fix: set one value in actor_rollout_ref.actor.veomni and actor_rollout_ref.ref.veomni"
             )
 
     def _maybe_apply_async_activation_offload(self, module: nn.Module) -> None:
-        """What verl's engine calls between building a model and sharding it."""
+        """Prepare the model; verl calls this after building and before sharding it."""
         prepare_config(module.config, self.modality)
         self._take_over(module)
         self._finish_unsharded(module)
@@ -162,11 +159,11 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """As in packed mode. With R2 old log-probs record the experts; else those that the batch names are taken."""
+        """Run a mini-batch; with R2 old log-probs record the experts, otherwise those of the batch are replayed."""
         router = self._router_replay
         if router is None or not tu.get_non_tensor_data(data, "enable_routing_replay", default=False):
             return super().forward_backward_batch(data, loss_function, forward_only)
-        router.install(self.module)  # a process has one, and may have more engines than this
+        router.install(self.module)  # all engines of a process share one router
         try:
             (router.begin_record if forward_only and self._router_replay_mode == "R2" else router.begin_replay)()
             return super().forward_backward_batch(data, loss_function, forward_only)

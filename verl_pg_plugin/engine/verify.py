@@ -1,17 +1,14 @@
-"""Verify mode: some samples of a live micro-batch are computed alone and must give the same numbers.
+"""Verify mode: compute some samples of a live micro-batch alone and compare.
 
-``verify=auto`` does so in the first mini-batches of a model that the tests do not cover (``tested.py``).
+``verify=auto`` verifies the first mini-batches of a model that the tests do not cover (``tested.py``).
 
-Two forwards of one sample that add in another order differ by rounding, and how far that moves a log-prob depends on
-dtype, depth and weights: no constant is both above the noise of a large model in bf16 and below a fault in a small one.
-So the noise is measured: the sample is computed once more with every element of every attention output moved by a
-rounding step, up or down at random, which is no less than what another order of adding does. Four times the change is
-the tolerance. A fault moves whole tokens in one direction and stays far above it. The mean over each response is
-bounded too, or a faint fault in every token would pass, such as positions that are off by one.
+Rounding changes a log-prob by an amount that depends on dtype, depth and weights, so the tolerance is measured. A
+second forward of the sample moves every element of each attention output by a rounding step, up or down at random.
+Four times the change is the tolerance. The mean error over a response is bounded too, to detect small errors in every
+token, such as positions that are off by one.
 
-Near a tie of two experts rounding moves a token by much or not at all. So an error beyond the tolerance is compared
-again: a token may be off by as much more as it moves in any of several forwards with four times the noise. A fault does
-not choose those tokens.
+Near a tie of two experts, rounding moves a token by much or not at all. So errors above the tolerance are compared
+again: each token may differ by the largest change in several forwards with four times the noise.
 """
 
 import logging
@@ -36,37 +33,35 @@ from verl_pg_plugin.layout import IntArray, Sequences
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 2
-"""Samples that are computed alone in a micro-batch."""
+"""Samples of a micro-batch that are verified."""
 NOISE_FACTOR = 4
 OUTLIER_FACTOR = 16
-"""Noise of a token over the median, above which it is no rounding. Of normal noise one token in 10^26 is above it."""
+"""Noise over the median, above which it is no rounding: normal noise exceeds it in one token of 10^26."""
 NUM_FLIP_SEEDS = 8
-"""Two forwards each, with noise and its opposite, one of which flips a token at a tie."""
+"""Pairs of forwards with opposite noise: at a tie of experts one of the two flips the token."""
 
-# bf16 and fp16 products are summed in float32 and rounded once, when they are stored; float32 sums round at each term.
+# bf16 and fp16 products are summed in float32 and rounded once; float32 sums round at each term.
 _ROUNDING_STEP = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 16.0}
 _LEAST_TOLERANCE = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 1024.0}
 
 Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
-"""By output (``log_probs``, ``entropy``, ``sum_pi_squared``, ``values``): (R,) float64 of each sample, on the host."""
+"""Output name, as ``log_probs`` -> (R,) float64 of each sample, on the host."""
 Errors: TypeAlias = dict[str, list[torch.Tensor]]
-"""``relative_errors`` of such."""
 Noise: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Tolerance(NamedTuple):
-    """Bounds on the largest error of a token, and on the mean error of a long response; see ``relative_errors``."""
+    """Bounds on the relative error of a token, and on the mean of a long response."""
 
     per_token: float
     mean: float
 
     @classmethod
     def from_noise(cls, noise: list[torch.Tensor], dtype: torch.dtype) -> "Tolerance":
-        """From the relative errors of each sample that come from rounding.
+        """Derive the tolerance from the changes by rounding ``noise``, (R,) of each sample.
 
-        Tokens whose noise is not finite, or far above the median, do not count: a tolerance without bound could not
-        fail, and an expert that the noise flips would hide faults of its size. A few eps of ``dtype`` always pass:
-        noise of few tokens may be small by chance.
+        Tokens with infinite noise, or noise far above the median as from a flipped expert, do not count: they would
+        hide real errors. The tolerance is at least a few eps of ``dtype``: noise of few tokens may be small by chance.
         """
         least = _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
         pooled = torch.cat(noise)
@@ -81,16 +76,16 @@ class Tolerance(NamedTuple):
 def compare(
     got: Responses, expected: Responses, tolerances: Mapping[str, Tolerance], moved: list[Errors] | None = None
 ) -> tuple[float, tuple[int, str] | None]:
-    """The largest error, and the sample furthest beyond the tolerance of its output, if any is, with how it is off.
+    """Return the largest error, and the index and message of the sample furthest above its tolerance, if any.
 
-    The largest of ``moved``, changes by large noise, is added to the tolerance of each token and of the mean.
+    The largest change in ``moved``, forwards with large noise, is added to the tolerance of each token and the mean.
     """
     max_error, factor, worst = 0.0, 1.0, None
     for name, of_samples in relative_errors(got, expected).items():
         tolerance = tolerances[name]
         for sample, error_R in ((at, of_one) for at, of_one in enumerate(of_samples) if len(of_one)):
             num_tokens, mean = len(error_R), error_R.mean().item()
-            # One token of the response may be off by all that a token may.
+            # One token of the response may have the largest error.
             mean_tolerance = min(tolerance.mean + tolerance.per_token / num_tokens, tolerance.per_token)
             tolerance_R = torch.full_like(error_R, tolerance.per_token)
             if moved:
@@ -112,9 +107,9 @@ def compare(
 
 
 def relative_errors(got: Responses, expected: Responses) -> Errors:
-    """(R,) error of each token of each sample, relative to the larger of 1 and the expected magnitude.
+    """Return the (R,) errors of each sample, relative to the larger of 1 and the expected magnitude.
 
-    Infinite where one of the two is not a number; equal infinities, and what is not a number in both, are no error.
+    The error is infinite if one of the two is NaN, and 0 for equal infinities or two NaN.
     """
 
     def error(got_R: torch.Tensor, expected_R: torch.Tensor) -> torch.Tensor:
@@ -122,16 +117,16 @@ def relative_errors(got: Responses, expected: Responses) -> Errors:
         error_R = (got_R - expected_R).abs() / expected_R.abs().clamp(min=1.0)
         return error_R.nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
 
-    return {name: list(map(error, got[name], wanted)) for name, wanted in expected.items()}
+    return {name: list(map(error, got[name], samples)) for name, samples in expected.items()}
 
 
 def read_responses(
     outputs: Mapping[str, torch.Tensor], samples: list[int], prompt_lengths: IntArray
 ) -> dict[str, list[torch.Tensor]]:
-    """Of jagged (B, length) outputs, what verl reads of some samples: at the tokens in front of each response token."""
+    """Select the values of some samples' response tokens, as verl reads them, from jagged (B, length) outputs."""
     responses: dict[str, list[torch.Tensor]] = {}
     for name, jagged in outputs.items():
-        # Which experts are chosen, and how much two top k overlap, rounding may change.
+        # Rounding may change the choice of experts, and the overlap of two top k.
         if not jagged.is_floating_point() or name.startswith("overlap_"):
             continue
         bounds, values = jagged.offsets().tolist(), jagged.values().detach()
@@ -141,10 +136,9 @@ def read_responses(
 
 
 def rounding_noise(steps: int = 1, seed: int = 0) -> Noise:
-    """For one forward: moves every element of each layer's (T, ...) up or down by some rounding steps.
+    """Return noise for one forward, which moves every element of each layer's (T, ...) output by rounding steps.
 
-    Negative steps move each element the other way. Each layer has signs of its own, or errors would add up or cancel;
-    they are the same in each process.
+    Signs are random, differ between layers, and are the same in each process. Negative ``steps`` invert them.
     """
     layers = count(seed << 16)  # a CPU's generator reads 32 bits
 
@@ -158,41 +152,36 @@ def rounding_noise(steps: int = 1, seed: int = 0) -> Noise:
 
 
 class MismatchError(RuntimeError):
-    """A sample computed with shared prefixes is not what it is alone."""
+    """Outputs of a sample with shared prefixes differ from those of the sample alone."""
 
 
 class Verifier:
-    """Says which micro-batches are verified, and compares; ranks decide alike, as they have planned together.
+    """Selects the samples to verify, the same micro-batches on all ranks, and compares them.
 
-    ``model`` says in messages what runs; it computes in ``dtype``. ``untested`` says why the tests do not cover it, for
-    ``verify=auto``; empty if they do.
+    ``model`` describes the model in messages. ``untested`` is why the tests do not cover it; empty if they do.
     """
 
     def __init__(self, options: PrefixGrouperOptions, model: str, dtype: torch.dtype, untested: str = "") -> None:
         self.options, self.model, self.dtype = options, model, dtype
         self._is_auto = options.verify == "auto"
-        self._untested = max(gather(untested)) if self._is_auto else ""  # ranks compare together, or none does
+        self._untested = max(gather(untested)) if self._is_auto else ""  # all ranks verify, or none
         self.enabled = bool(self._untested) if self._is_auto else options.verify != "off"
         if self._untested:
             logger.warning(
-                "verify=auto: %s, so the first mini-batch of each kind is compared with sequences alone, two of each "
-                "micro-batch; ++prefix_grouper.verify=off leaves that out",
+                "verify=auto: %s, so two sequences of each micro-batch are verified in the first mini-batch of each "
+                "kind; ++prefix_grouper.verify=off skips that",
                 self._untested,
             )
         self._seen: Counter[str] = Counter()
-        self._verified: dict[str, bool] = {}  # kinds, and whether ancestors were read in any that was verified
+        self._verified: dict[str, bool] = {}  # verified kinds -> True if a verified micro-batch read ancestors
         self._before: dict[str, bool] = {}  # the same before this mini-batch
-        self._turn = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._num_samples, self._max_error, self._seconds = 0, 0.0, 0.0
+        self._turn, self._seconds = 0, 0.0
 
     def choose(self, planned: PlannedMicroBatch, sequences: Sequences, kind: str) -> list[int]:
-        """Samples of a micro-batch to verify, asked once of each; ``kind`` is "update" or "forward-only".
+        """Return the samples of a micro-batch to verify; call once for each. ``kind`` is "update" or "forward-only".
 
-        Empty where it is not its turn, else as many on every rank: the one that has most attention across a prefix that
-        other tokens separate from it, and one of the rest, in turn; a sole sample twice.
+        Empty, or equally many on every rank: the sample with most attention to a shared prefix, and another one that
+        changes from call to call. A single sample is returned twice.
         """
         self._seen[kind] += 1
         if not self._is_due(planned, kind):
@@ -207,12 +196,11 @@ class Verifier:
     def _is_due(self, planned: PlannedMicroBatch, kind: str) -> bool:
         if period := self.options.verify_period:
             return (self._seen[kind] - 1) % period == 0
-        # All of a mini-batch with auto, which looks for classes that mix neighbours, whether these share or not.
+        # auto verifies all micro-batches of a mini-batch: a class may mix neighbours that share nothing.
         verified = self._before if self._is_auto else self._verified
         if not self.enabled or verified.get(kind):
             return False
-        # The first that shares anything on any rank. Where no sequence attended to tokens of another in it (turns that
-        # only continue one another, the chunk that computes a prompt), the first in which one does has its turn too.
+        # The first micro-batch with shared tokens, and the first in which attention crosses segments.
         return planned.reads_ancestors or ((planned.shares_tokens or self._is_auto) and kind not in verified)
 
     def check(
@@ -224,21 +212,21 @@ class Verifier:
         micro_batch: TensorDict,
         kind: str,
     ) -> float:
-        """The largest error of some samples of a micro-batch against the same alone; all ranks call it together.
+        """Return the largest error of some samples against the same samples alone; a collective.
 
-        ``compute_alone`` runs each sample in a forward of its own, with noise where it is given. Where a sample exceeds
-        its tolerance, its rank raises MismatchError and the others RankError.
+        ``compute_alone`` runs each sample in a separate forward, with noise if it is given. If an error exceeds its
+        tolerance, its rank raises MismatchError and the others RankError.
         """
         start = time.perf_counter()
-        alone, given = compute_alone(None), self.options.verify_tolerance
-        if given is not None:
-            tolerances = dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
+        alone, fixed = compute_alone(None), self.options.verify_tolerance
+        if fixed is not None:
+            tolerances = dict.fromkeys(alone, Tolerance(per_token=fixed, mean=fixed))
         else:
             noise = relative_errors(compute_alone(rounding_noise), alone)
             tolerances = {name: Tolerance.from_noise(errors, self.dtype) for name, errors in noise.items()}
         max_error, worst = compare(got, alone, tolerances)
         if any(gather(worst is not None)):
-            if given is None:
+            if fixed is None:
                 steps = ((sign * NOISE_FACTOR, 1 + seed) for seed in range(NUM_FLIP_SEEDS) for sign in (1, -1))
                 moved = [relative_errors(compute_alone(partial(rounding_noise, *pair)), alone) for pair in steps]
                 max_error, worst = compare(got, alone, tolerances, moved)
@@ -247,35 +235,33 @@ class Verifier:
                     raise MismatchError(self._message(samples[worst[0]], worst[1], micro_batch, kind))
                 ranks.append(None)
         self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
-        self._num_samples += len(set(samples))
-        self._max_error = max(self._max_error, max_error)
         self._seconds += time.perf_counter() - start
         return max_error
 
-    def end_mini_batch(self, kind: str) -> None:
-        """Log what was verified in a mini-batch."""
-        if self._num_samples:
-            # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
+    def end_mini_batch(self, kind: str, num_samples: int, max_error: float) -> None:
+        """Log how many samples of a mini-batch were verified, and their largest error."""
+        if num_samples:
+            # The first of a kind as a warning: verl's workers hide lower levels, its trainer metrics of log-probs.
             level = logging.INFO if kind in self._before else logging.WARNING
             text = "%s mini-batch verified in %.1f s: %d samples alone differ by at most %.3g"
-            logger.log(level, text, kind, self._seconds, self._num_samples, self._max_error)
-        self._before = dict(self._verified)
-        self._begin()
+            logger.log(level, text, kind, self._seconds, num_samples, max_error)
+        self._before, self._seconds = dict(self._verified), 0.0
 
-    def _message(self, sample: int, how: str, micro_batch: TensorDict, kind: str) -> str:
+    def _message(self, sample: int, difference: str, micro_batch: TensorDict, kind: str) -> str:
         uids = tu.get(micro_batch, "uid")
         uid = "" if uids is None else f" (uid {uids[sample]})"
-        told = (
+        cause = (
             f"++prefix_grouper.verify={self.options.verify}: sample {sample}{uid} of the {len(micro_batch)} in {kind} "
-            f"micro-batch {self._seen[kind] - 1} is wrong with shared prefixes: {how}; {self.model}, {self.dtype}. "
+            f"micro-batch {self._seen[kind] - 1} is wrong with shared prefixes: {difference}; "
+            f"{self.model}, {self.dtype}. "
         )
         if self._untested:
             return (
-                f"{told}{self._untested}; a model that mixes tokens outside of attention cannot share prefixes. Fix: "
-                f"{SHARING_OFF.removeprefix('set ')}, or ++prefix_grouper.verify=off to train with these numbers"
+                f"{cause}{self._untested}; a model that mixes tokens outside of attention cannot share prefixes. Fix: "
+                f"{SHARING_OFF}, or ++prefix_grouper.verify=off to train with these numbers"
             )
         return (
-            f"{told}Fix: {SHARING_OFF.removeprefix('set ')}, and report the message; another "
-            "++prefix_grouper.attention_kernel shows whether it is to blame. If stock verl with other micro-batches "
-            "differs from itself as much, set ++prefix_grouper.verify_tolerance"
+            f"{cause}Fix: {SHARING_OFF}, and report this message. Another ++prefix_grouper.attention_kernel shows if "
+            "the kernel is wrong. If stock verl differs as much with other micro-batches, set "
+            "++prefix_grouper.verify_tolerance"
         )

@@ -1,8 +1,7 @@
-"""verl's trainers, V1 and V0, with the groups of a batch kept on one rank.
+"""Keep the groups of a batch on one rank in verl's trainers, V1 and V0.
 
-Where the plugin is in force this happens by itself: ``_balance_batch`` of verl's own trainers, from which others are
-derived, assigns groups at its end (``upstream``). A trainer whose ``_balance_batch`` does not call verl's is wrapped
-where it is made::
+The plugin patches ``_balance_batch`` of verl's own trainers (``upstream``), so derived trainers need nothing. Wrap a
+trainer whose ``_balance_batch`` does not call verl's::
 
     from verl_pg_plugin.trainer import keep_groups
 
@@ -25,11 +24,10 @@ BASES = "verl.trainer.ppo.v1.trainer_base.PPOTrainer", "verl.trainer.ppo.ray_tra
 
 
 def keep_groups(trainer_cls: type[TrainerT]) -> type[TrainerT]:
-    """The same class, whose ranks get whole groups in runs that share prefixes; in others it does what it did.
+    """Patch a trainer class so that its ranks get whole groups in runs that share prefixes, and return the class.
 
-    Its own ``_balance_batch`` runs first and may pad, filter or replace the batch; the order of what it leaves is ours.
-    All else about the trainer stays, ``fit`` and ``step`` too: they get whole groups where they call the balance, and a
-    trainer that updates its actor without it is warned about once.
+    Its own ``_balance_batch`` runs first and may pad, filter or replace the batch; then the plugin reorders it. ``fit``
+    and ``step`` stay as they are. A trainer that updates its actor without balancing logs one warning.
 
     Args:
         trainer_cls: derived from verl's V1 ``PPOTrainer`` or V0 ``RayPPOTrainer``.
@@ -38,13 +36,13 @@ def keep_groups(trainer_cls: type[TrainerT]) -> type[TrainerT]:
         TypeError: the class is derived from neither.
     """
     if not issubclass(trainer_cls, tuple(verls_trainers())):
-        place = f"{trainer_cls.__module__}.{trainer_cls.__qualname__}"
-        raise TypeError(f"{place} is derived from neither {' nor '.join(BASES)}")
+        name = f"{trainer_cls.__module__}.{trainer_cls.__qualname__}"
+        raise TypeError(f"{name} is derived from neither {' nor '.join(BASES)}")
     upstream.regroup_after_balance(trainer_cls, regroup, updated)
     return trainer_cls
 
 
 def verls_trainers() -> list[type]:
-    """verl's own, as far as this process has imported them; a version of verl need not have both."""
+    """Return verl's trainers that this process has imported; a version of verl may lack one."""
     loaded = ((sys.modules.get(module), name) for module, _, name in (path.rpartition(".") for path in BASES))
     return [getattr(module, name) for module, name in loaded if hasattr(module, name)]

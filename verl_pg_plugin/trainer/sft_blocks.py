@@ -1,4 +1,4 @@
-"""Samples with a common beginning in one batch, for ``data.custom_cls`` of verl's SFT trainer."""
+"""Put samples with a common prefix into one batch; for ``data.custom_cls`` of verl's SFT trainer."""
 
 import logging
 from typing import Any
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 class SFTBlocks:
-    """verl's SFT samples sorted by their text; an item is a block of ``data.samples_per_block`` neighbours."""
+    """verl's SFT samples sorted by text; an item is a block of ``data.samples_per_block`` neighbours."""
 
     def __init__(self, *, config: Any, **arguments: Any) -> None:
         self.samples, self.size = MultiTurnSFTDataset(config=config, **arguments), config.samples_per_block
@@ -22,5 +22,5 @@ class SFTBlocks:
     def __len__(self) -> int:
         return len(self.order) // self.size
 
-    def __getitems__(self, blocks: list[int]) -> list[dict[str, Any]]:  # torch's data loader asks for whole batches
+    def __getitems__(self, blocks: list[int]) -> list[dict[str, Any]]:  # torch's data loader reads a batch at once
         return [self.samples[i] for block in blocks for i in self.order[block * self.size :][: self.size]]
