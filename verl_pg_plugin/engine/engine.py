@@ -77,7 +77,7 @@ class SharedPrefixEngine(FSDPEngine):
     _forward_outputs: Any  # the function of ``engine.heads`` that calls the model
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
     _told_level = False
-    _why_asked = "as asked"
+    _why_asked = "as configured"
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         # First: a setting is refused in our words, not in verl's.
@@ -246,7 +246,7 @@ class SharedPrefixEngine(FSDPEngine):
             packed=self.packed,
             carries=self.packed and self.options.prefix_cache != "off" and self.shared_model.prefix_cache,
             forward_only=forward_only,
-            levels=self._levels(forward_only),
+            policy=self._activation_policy(forward_only),
             fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
             rope_length_limit=rope_length_limit(self.model_config.hf_config),
             sp_size=self.ulysses_sequence_parallel_size,
@@ -255,23 +255,23 @@ class SharedPrefixEngine(FSDPEngine):
         if self.rank == 0 and not (forward_only or self._told_level):
             largest = max(plan.micro_batches, key=lambda planned: planned.layout.num_tokens)
             tokens = largest.layout.num_tokens
-            logger.warning("activations: %s for %d tokens (%s)", largest.level.value, tokens, plan.levels.why)
+            logger.warning("activations: %s for %d tokens (%s)", largest.level.value, tokens, plan.policy.why)
             self._told_level = True
         return plan
 
-    def _levels(self, forward_only: bool) -> ActivationPolicy:
+    def _activation_policy(self, forward_only: bool) -> ActivationPolicy:
         """How the micro-batches of the next mini-batch get their activation level."""
-        levels = ActivationPolicy.of_settings(
+        policy = ActivationPolicy.of_settings(
             self.options.activations,
             self.model_config.enable_gradient_checkpointing,
-            why_asked=self._why_asked,
+            fixed_reason=self._why_asked,
             sizes=self._token_bytes,
-            host_alone=self.model_config.enable_activation_offload,
+            offload_only=self.model_config.enable_activation_offload,
             logits_at_once=self.log_prob_head is None,
             ranks=self.ulysses_sequence_parallel_size,
         )
         if forward_only or get_device_name() != "cuda":
-            return levels
+            return policy
         weights = self._weight_bytes
         for part in self.module.modules():
             if isinstance(part, FSDPModule):  # may be whole behind a forward alone, and is counted in ``gathered``
@@ -279,7 +279,7 @@ class SharedPrefixEngine(FSDPEngine):
         with gather_or_raise() as rooms:  # the slowest rank sets the pace, and under Ulysses all must cut alike
             rooms.append(memory_budget_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
         least = (min(getattr(room, part) for room in rooms) for part in ("device", "host", "reserve"))
-        return replace(levels, room=MemoryBudget(*least))
+        return replace(policy, memory=MemoryBudget(*least))
 
     @cached_property
     def _host_bytes(self) -> float:
