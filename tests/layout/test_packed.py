@@ -71,11 +71,11 @@ def test_where_no_sequence_has_two_tokens_one_is_computed_that_nobody_reads() ->
     alone = batch_of(((5,), ()), ((6,), ())).as_numbers
     first = batch_of(((5,), ()), ((6, 7), (8,))).as_numbers
     prefills = [(sequences.build_idle_prefill(), 1) for sequences in (alone, first)]
-    for idle, num_logical in ((alone.lay_out(), 2), *prefills):
+    for idle, num_logical in ((alone.build_layout(), 2), *prefills):
         assert (idle.input_ids.tolist(), idle.position_ids.tolist(), idle.token_index.tolist()) == ([5], [0], [0])
         assert (idle.num_total_tokens, idle.shares_tokens, idle.is_chunk) == (num_logical, False, False)
         assert not len(idle.head_index) + len(idle.response_index)
-    assert first.lay_out().num_tokens == 2
+    assert first.build_layout().num_tokens == 2
 
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
@@ -289,7 +289,7 @@ def test_a_response_that_is_kept_apart_is_not_the_last_id_of_a_prompt_either() -
     ("tokens", "prompt_lengths", "message"),
     [
         (range(6), [2, 0], "sequence 1 has an empty prompt"),
-        *[([1, 2, 3, 4, 5, token], [1, 1], r"ids must lie in \[0, 2\*\*32\), got") for token in (-100, -1, 2**32)],
+        *[([1, 2, 3, 4, 5, token], [1, 1], r"ids must be in \[0, 2\*\*32\), got") for token in (-100, -1, 2**32)],
     ],
 )
 def test_sequences_that_are_none_are_refused(tokens: list[int], prompt_lengths: list[int], message: str) -> None:

@@ -43,13 +43,9 @@ def build_prefix_order(
 ) -> PrefixOrder:
     """Sort sequences by their tokens and count the tokens that neighbours share.
 
-    Args:
-        tokens, offsets, classes: see ``build_packed_layout``.
-        offset_in_image: (N,) earlier tokens of the same image; 0 for text and an image's first token. No sequence forks
-            at a positive offset, so an image is computed whole or not at all, and none may end there.
-
-    Raises:
-        ValueError: a token id is out of range.
+    Arguments as for ``build_packed_layout``. ``offset_in_image`` (N,) counts earlier tokens of the same image, 0 for
+    text. No sequence forks at a positive offset, so an image is computed whole, and none may end there. ValueError if a
+    token id is out of range.
     """
     lengths = np.diff(offsets)
     if tokens.size and (tokens.min() < 0 or tokens.max() >= 2**32):

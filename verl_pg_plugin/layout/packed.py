@@ -261,13 +261,8 @@ def build_prefill(
     """Lay out tokens ``start .. stop`` of the first sequence after ``start`` cached ones."""
     path = slice(offsets[0], offsets[0] + stop + 1)  # with the label of the last token
     chunk = Chunk(num_sequences=1, num_cached=start, num_kept=start, num_read_next=stop)
-    layout = build_packed_layout(
-        tokens[path],
-        np.array([0, stop + 1]),
-        np.array([1]),
-        chunk=chunk,
-        positions=None if positions is None else positions[:, path],
-    )
+    positions = None if positions is None else positions[:, path]
+    layout = build_packed_layout(tokens[path], np.array([0, stop + 1]), np.array([1]), chunk=chunk, positions=positions)
     return replace(
         layout,
         head_index=np.arange(max(first_label - start, 0), stop - start),

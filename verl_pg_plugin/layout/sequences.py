@@ -59,10 +59,7 @@ class Sequences:
         return replace(self, classes=np.arange(len(self.prompt_lengths)))
 
     def responses_apart(self) -> "Sequences":
-        """Return the same sequences such that no response tokens are shared.
-
-        For losses that depend on teacher outputs of the sequence itself.
-        """
+        """Return the same sequences such that no response tokens are shared, for losses on teacher outputs."""
         keys = self._keys.astype(np.int64)
         own = counted(self.offsets) >= np.repeat(self.prompt_lengths, self.lengths)
         keys[own] = keys.max() + 1 + np.arange(own.sum())
@@ -85,18 +82,8 @@ class Sequences:
         if self.lengths.max() < 2:
             idle = self._first_token_twice().build_layout()
             return replace(idle, num_sequences=len(self.lengths), num_total_tokens=len(self.tokens))
-        return build_packed_layout(
-            self.tokens,
-            self.offsets,
-            self.prompt_lengths,
-            self.classes,
-            self.offset_in_image,
-            chunk,
-            first_label,
-            forward_only,
-            keys=self.keys,
-            positions=self.positions,
-        )
+        arrays = self.tokens, self.offsets, self.prompt_lengths, self.classes, self.offset_in_image
+        return build_packed_layout(*arrays, chunk, first_label, forward_only, keys=self.keys, positions=self.positions)
 
     def build_idle_prefill(self) -> PackedLayout:
         """Lay out a prefill that nothing reads: the first sequence's first token, or all of the image it begins with.

@@ -1,7 +1,6 @@
-"""Activation level of each micro-batch, and the token-budget weights of a split group's tokens.
+"""Activation level of each micro-batch, and token-budget weights of a split group's tokens.
 
-Both use bytes per token and the free memory of the rank with the least. A level changes no result, so free memory may
-differ between runs.
+Both depend on bytes per token and on the free memory of the rank with the least.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ class ActivationPolicy:
     def choose(self, tokens: int, labels: int = 0, **cache_use: int) -> Level:
         """Return the fastest level that fits, or the smallest if none does: the micro-batch must run.
 
-        Args:
-            tokens: tokens of the micro-batch, over all ranks that share it.
-            labels: those that run the LM head.
-            cache_use: see ``PackedLayout.cache_use``.
+        ``tokens`` and ``labels`` count all ranks that share the micro-batch; see ``PackedLayout.cache_use``.
         """
         if self.fixed_level or self.sizes is None or self.memory is None:
             return self.ladder[0]

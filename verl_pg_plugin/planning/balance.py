@@ -7,8 +7,8 @@ They determine the prefix tree as far as rollouts build it:
 - a sequence whose prompt is no shorter than the whole sequence before it continues that one and shares all of it;
 - a sequence with a shorter prompt has an edited context, and shares what sessions of its prompt share.
 
-Prefixes that different prompts share are not known, nor how much of an edited context is unchanged. For agents with
-2,000 common tokens this costs 0.4% of an update, for GRPO nothing.
+Prefixes that different prompts share, and unchanged parts of an edited context, are unknown. For agents with 2,000
+common tokens this costs 0.4% of an update, for GRPO nothing.
 
 Each mini-batch of each rank is a bin. Whole groups are assigned to bins, the most expensive first. Then groups are
 exchanged between the most expensive bin and cheap ones, and subtrees of groups if that does not balance the ranks.
@@ -52,13 +52,9 @@ class Balance:
 def order_by_sessions(
     group: IntArray, session: IntArray, place: IntArray, prompt_lengths: IntArray, response_lengths: IntArray
 ) -> PrefixOrder:
-    """Sort sequences by group, longest session first, and by place in the session.
+    """Sort sequences by group (in order of first sequences), session (longest first) and place in the session.
 
-    Args:
-        group: (B,) prompt of each sequence; groups are ordered by their first sequence.
-        session: (B,) session within the group.
-        place: (B,) place within the session.
-        prompt_lengths, response_lengths: (B,) tokens.
+    All arguments are (B,); ``session`` numbers are unique within a group.
     """
     lengths = prompt_lengths + response_lengths
     _, first_of_group, group = np.unique(group, return_index=True, return_inverse=True)
@@ -86,19 +82,10 @@ def balance_groups(
     num_ranks: int,
     num_mini_batches: int = 1,
 ) -> Balance:
-    """Put the same number of sequences into every bin, and keep groups whole if that costs no time.
+    """Put the same number of sequences into every bin, and cut only groups that fit no bin or delay the slowest rank.
 
-    A group is cut if it fits no bin, or if the slowest rank then finishes earlier although both parts compute the
-    shared tokens.
-
-    Args:
-        order: the B sequences; those of a group are neighbours.
-        group: (B,) prompt of each sequence, in the caller's order.
-        response_lengths: (B,) tokens, in the caller's order.
-        num_mini_batches: optimizer steps of each rank.
-
-    Raises:
-        ValueError: B is not a multiple of ``num_ranks * num_mini_batches``.
+    ``group`` (B,) and ``response_lengths`` (B,) are in the caller's order; sequences of a group are neighbours in
+    ``order``. ValueError if B is not a multiple of ``num_ranks * num_mini_batches``.
     """
     num_bins = num_ranks * num_mini_batches
     if len(group) % num_bins:

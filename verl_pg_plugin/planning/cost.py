@@ -21,12 +21,9 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 def visible_pairs(start: IntArray, tokens: IntArray, window: int | None = None) -> IntArray:
-    """Return the number of causal (query, key) pairs (S,) of each segment.
+    """Return the number of causal (query, key) pairs of segments with ``tokens`` (S,) tokens from ``start`` (S,) on.
 
-    Args:
-        start: (S,) position of the segment's first token.
-        tokens: (S,) its length.
-        window: keys per query, itself included, as transformers counts ``sliding_window``; None for all.
+    ``window`` counts the query itself, as ``sliding_window`` of transformers does; None for no window.
     """
 
     def pairs_up_to(stop: IntArray) -> IntArray:
@@ -93,8 +90,7 @@ class ModelFlops:
     def of(cls, module: nn.Module) -> "ModelFlops":
         """Count the matrices of an unsharded transformers model, which may be on ``meta``.
 
-        Raises:
-            ValueError: the config does not say how many of the model's experts a token visits.
+        ValueError if the config does not say how many of the experts a token visits.
         """
         config = module.config.get_text_config()
         head = module.get_output_embeddings() or getattr(module, "score", None)  # value models, token classifiers

@@ -24,10 +24,7 @@ def cut_for_loss(
     """Return ``cut_micro_batches`` with groups without loss tokens merged into other micro-batches that have room.
 
     Groups move in runs of up to an eighth of the token budget; a micro-batch may exceed the budget by as much.
-
-    Args:
-        has_loss: (B,) bool by index in the mini-batch.
-        at_least: above 1, the number of micro-batches of another rank; the result then has exactly as many.
+    ``has_loss`` is (B,) bool by index in the mini-batch. ``at_least`` above 1 is exact: another rank has as many.
     """
     most = limits.budget(order.num_tokens)
     group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1

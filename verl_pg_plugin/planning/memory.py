@@ -36,12 +36,9 @@ class TokenBytes:
     def of(
         cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True, lm_head: bool = True
     ) -> "TokenBytes | None":
-        """Count from a text config; None if it does not name the sizes.
+        """Count from a text config, with ``itemsize`` bytes per element; None if it does not name the sizes.
 
-        Args:
-            itemsize: bytes of an activation's element.
-            compiled: the layers are compiled; others hold more in their backward.
-            lm_head: False for a critic.
+        Layers that are not ``compiled`` hold more in their backward. A critic has no ``lm_head``.
         """
         hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
         if not hidden or not heads:
@@ -120,10 +117,8 @@ class WeightBytes:
     ) -> "WeightBytes":
         """Count a model with its adapters before it is sharded over ``num_gpus``; ``meta`` tensors suffice.
 
-        Args:
-            chunk: tokens whose logits are held at once; 0 for all, which ``TokenBytes.logits`` counts.
-            keeps_weights: FSDP keeps weights unsharded until the backward.
-            keeps_gradients: FSDP keeps gradients unsharded until the last micro-batch.
+        ``chunk`` is the tokens whose logits are held at once; 0 for all, which ``TokenBytes.logits`` counts. FSDP may
+        keep weights unsharded until the backward, and gradients until the last micro-batch.
         """
         config = model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1

@@ -5,8 +5,8 @@ Other groups become *split groups*: in sorted order they are cut into chunks, ea
 prefix that it publishes for the next. Then the group's budget is lowered while the cost does not rise, which makes
 chunks equally long.
 
-The cost is minimal for responses to one prompt and for forwards without gradient. For updates of deeper trees it is
-0.5% above the minimum on average, at most 5%, with budgets above 1,000 tokens.
+The cost is minimal for responses to one prompt and for forwards alone; for updates of deeper trees with budgets above
+1,000 tokens it is 0.5% above the minimum on average, at most 5%.
 """
 
 import heapq
@@ -74,8 +74,7 @@ def cut_micro_batches(
         policy: decides which groups above ``max_tokens`` stay one micro-batch.
 
     Returns:
-        Lists with the chunks of a split group in forward order, or with one ordinary micro-batch; none is empty. Split
-        groups come first, then the others by descending tokens.
+        The chunks of each split group in forward order, then lists of one micro-batch by descending tokens.
 
     Raises:
         ValueError: ``at_least`` exceeds the number of sequences, or a sequence exceeds ``max_tokens``.
@@ -204,18 +203,13 @@ class _Planner:
             shared = self.order.num_shared[span.first + 1 : span.stop]
             least = min(shared.tolist(), default=math.inf)
             starts = span.first + 1 + np.flatnonzero(shared == least)
-            if least > self.short or (least and self.fits(span)) or self.pays(span, least * len(starts)):
+            # A short prefix may save enough, unless all sequences share it: then every micro-batch computes it.
+            saves = least * len(starts) * SHORT_PREFIX > self.tokens(span) and span.size < len(self.shared)
+            if least > self.short or (least and self.fits(span)) or saves:
                 groups.append(span)
             else:
                 rest += [_Span(*bounds) for bounds in pairwise([span.first, *starts.tolist(), span.stop])][::-1]
         return groups
-
-    def pays(self, span: _Span, saved: float) -> bool:
-        """Return True if sharing a short prefix saves enough tokens to keep a group.
-
-        A prefix that all sequences share never does: every micro-batch computes it once.
-        """
-        return saved * SHORT_PREFIX > self.tokens(span) and span.size < len(self.shared)
 
     def split(self, group: _Span) -> list[_Span]:
         """Cut a group into chunks at the lowest budget that does not raise their cost."""
