@@ -24,16 +24,16 @@ GATHERED_PER_TOKEN = 12
 GATHERED_IN_BACKWARD = 2
 """The same for the backward: at two per token, attention's backward takes no more memory than most models' MLP.
 
-With 32 query and 8 key heads of 128 in bf16, a gathered key takes 4 kB in the forward and 24 kB in the backward: key,
-value, their gradients, and flash-attn 2's gradients per query head.
+With 32 query and 8 key heads of 128 in bf16, a gathered key takes 4 kB in the forward and 24 kB in the backward. These
+are key, value, their gradients, and flash-attn 2's gradients per query head.
 """
 ALWAYS_GATHERED = 131_072
 """Gathered keys that the backward may always hold: 3.2 GB with these heads, within the device reserve."""
 SAVED_PER_TOKEN = 3
 """Gathered keys per token that a call must save to read prefixes in place.
 
-On an H200 with these heads, the call is up to a third slower below 3, equal within 1% at 3 to 4 (flash-attn 2), and at
-43 twice (flash-attn 2) and nearly three times (4) as fast.
+On an H200 with these heads, the call is up to a third slower below 3, and equal within 1% at 3 to 4 (flash-attn 2). At
+43 it is twice as fast with flash-attn 2 and nearly three times with flash-attn 4.
 """
 SAVED_OVER_LIMIT = 1
 """The same if the gathered keys exceed the limit of the backward."""
