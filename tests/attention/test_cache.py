@@ -60,12 +60,12 @@ def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks_before_the_o
     tokens = cached(torch.bfloat16)
     access = CacheAccess(chunk(3, num_cached=2), read=[tokens])
     for total in (1.0, 2.0):  # chunks that ran before are not forgotten
-        own = access.settle(KEYS, torch.tensor([1 + 1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None])
+        own = access.exchange_gradients(KEYS, torch.tensor([1 + 1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None])
         assert tokens.pending[KEYS].flatten().tolist() == [total * (1 + 1 / 512), total]
         assert own.flatten().tolist() == [5.0] * 3
     assert not tokens.pending[CacheKey(0, "v")].any()
     owner = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[tokens])
-    own = owner.settle(KEYS, torch.tensor([257.0, 1.0, 0.0, 0.0])[:, None, None])
+    own = owner.exchange_gradients(KEYS, torch.tensor([257.0, 1.0, 0.0, 0.0])[:, None, None])
     assert own.flatten().tolist() == [259 + 2 / 512, 3.0, 0.0, 0.0]
     assert KEYS not in tokens.pending, "taken out, so that a graph that lives on does not hold it"
 
@@ -77,10 +77,10 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
     access.publish_values(KEYS, own)
     assert {values.dtype for values in publish.values.values()} == {torch.bfloat16}
     assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
-    with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.prefix_cache"):
+    with pytest.raises(RuntimeError, match=r"layer_idx=0: two layers .* \+\+prefix_grouper\.prefix_cache=off"):
         access.publish_values(KEYS, own)
     access.exchange_states(CacheKey(0, "state"), own, EXCHANGE)
-    with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.prefix_cache"):
+    with pytest.raises(RuntimeError, match=r"layer_idx=0: two layers .* \+\+prefix_grouper\.prefix_cache=off"):
         access.exchange_states(CacheKey(0, "state"), own, EXCHANGE)
 
 

@@ -77,10 +77,10 @@ NO_LAYOUT = r"Layer \(layer 7\) runs with attention 'prefix_grouper_packed' but 
     ("module", "kwargs", "message"),
     [
         (Layer(), {"prefix_grouper": None}, NO_LAYOUT),
-        (Layer(), {"attention_mask": torch.ones(1, 1, 5, 5)}, "asks for attention_mask, which packed attention"),
-        (Layer(), {"is_causal": False}, "asks for bidirectional attention, "),
-        (Bidirectional(), {}, "asks for bidirectional attention, "),
-        (Layer(), {"position_bias": torch.zeros(4), "dropout": 0.5}, "asks for attention dropout 0.5, position_bias, "),
+        (Layer(), {"attention_mask": torch.ones(1, 1, 5, 5)}, "needs attention_mask, which packed attention"),
+        (Layer(), {"is_causal": False}, "needs bidirectional attention, "),
+        (Bidirectional(), {}, "needs bidirectional attention, "),
+        (Layer(), {"position_bias": torch.zeros(4), "dropout": 0.5}, "needs attention dropout 0.5, position_bias, "),
     ],
 )
 def test_what_packed_attention_does_not_compute_is_refused_by_name(module, kwargs, message) -> None:

@@ -98,9 +98,9 @@ def test_on_blackwell_flash_attn_4_takes_fewer_widths(width: int, windows: int, 
     ("dims", "unmet"),
     [
         ((256, 256), ""),
-        ((264, 128), "takes heads of up to 256 numbers in steps of 8, the model's have 264"),
+        ((264, 128), "takes head dims up to 256 in steps of 8, the model has 264"),
         ((128, 100), ""),
-        ((100, 96), "takes heads of up to 256 numbers in steps of 8, the model's have 100"),
+        ((100, 96), "takes head dims up to 256 in steps of 8, the model has 100"),
     ],
 )
 def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], unmet: str) -> None:

@@ -244,12 +244,14 @@ def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen
         make_engine(qwen3, **settings).plan(CUT.copy(), forward_only=False)
         return caplog.messages[-1]
 
-    assert told(engine={"activations": "inputs"}).endswith("(as asked)")
+    assert told(engine={"activations": "inputs"}).endswith("(as configured)")
     assert told(model={"enable_gradient_checkpointing": False}).endswith("(without gradient checkpointing)")
     monkeypatch.setattr(engine_module, "decoder_layers", lambda module: [])
     assert told().endswith("(by the model's own checkpoints)")
     whole, fused = make_engine(qwen3, engine={"logits_chunk_size": 0}), make_engine(qwen3, model=FUSED_HEAD)
-    found = [engine._levels(forward_only=True).logits_at_once for engine in (make_engine(qwen3), whole, fused)]
+    found = [
+        engine._activation_policy(forward_only=True).logits_at_once for engine in (make_engine(qwen3), whole, fused)
+    ]
     assert found == [False, True, False]
 
 
@@ -340,7 +342,7 @@ def test_layers_that_fsdp2_keeps_whole_until_their_backward_are_counted_once(qwe
         "memory_budget_of_rank",
         lambda module, *_: seen.extend(module.parameters()) or MemoryBudget(1, 1),
     )
-    engine._levels(forward_only=False)
+    engine._activation_policy(forward_only=False)
     assert {hasattr(weight, "_local_tensor") for weight in seen} == {True}
 
 

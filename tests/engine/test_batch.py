@@ -84,7 +84,7 @@ BATCHES: dict[str, tuple[TensorDict, str]] = {
     "no_prompts": (make_batch(SAMPLES).exclude("prompts"), r"no prompts.*use_prefix_grouper=False"),
     "no_responses": (make_batch(SAMPLES).exclude("responses"), "no responses"),
     "padded_ids": (padded("input_ids"), "left_right_2_no_padding"),
-    "negative_token": (with_rows("input_ids", lambda row: -row - 1), "token ids must lie in"),
+    "negative_token": (with_rows("input_ids", lambda row: -row - 1), "token ids must be in"),
     "mrope_positions": (with_rows("position_ids", lambda row: row.expand(3, -1).T), "do not count 0, 1, 2"),
     "shifted_positions": (with_rows("position_ids", lambda row: row + 1), "do not count 0, 1, 2"),
     "dense_positions": (padded("position_ids"), "position_ids must be jagged like input_ids.*left_right_2_no_padding"),

@@ -66,7 +66,7 @@ def told_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int 
         PlannedMicroBatch(members, SEQUENCES.select(members).build_layout(), None, Level.INPUTS_ON_HOST, True, True)
         for members in map(list, indices)
     ]
-    levels = ActivationPolicy(sizes=SimpleNamespace(held=lambda level: 2**28))  # bytes of each of four tokens
+    levels = ActivationPolicy(sizes=SimpleNamespace(saved=lambda level: 2**28))  # bytes of each of four tokens
     plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, 0, [], 0, False, levels)
     return mini_batch_metrics([figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs], sp_size, "sdpa")
 
@@ -87,7 +87,7 @@ def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> Non
     """Ranks wait for each other in every layer."""
     batch = make_batch([*group(4, [6] * 8, 2), *group(40, [6], 1)], max_token_len_per_gpu=60)
     for flops in (ModelFlops(0.0, 0.0, (PairCost(1.0),)), ModelFlops(1.0, 0.0, ())):
-        options = {"packed": True, "caches": False, "forward_only": False, "levels": ActivationPolicy()}
+        options = {"packed": True, "caches": False, "forward_only": False, "policy": ActivationPolicy()}
         layouts = [p.layout for p in plan_mini_batch(batch.clone(), TEXT, flops, **options).micro_batches]
         costs = [flops.forward([layout]) for layout in layouts]
         assert costs == sorted(costs, reverse=True)

@@ -60,9 +60,9 @@ def fail_on_rank_one(rank: int, path: str) -> None:
             engine_module, "memory_budget_of_rank", side_effect=[MemoryBudget(rank, 3 - rank, 1 + rank), second]
         ),
     ):
-        assert engine._levels(forward_only=False).room == MemoryBudget(0, 2, 1), "the least of both"
+        assert engine._activation_policy(forward_only=False).memory == MemoryBudget(0, 2, 1), "the least of both"
         with told_or_raised(rank, "no room"):
-            engine._levels(forward_only=False)
+            engine._activation_policy(forward_only=False)
     update(engine, good)
 
 

@@ -33,21 +33,21 @@ SEQUENCES = st.lists(
 def laid_out(sequences: list[list[int]]) -> tuple[IntArray, IntArray, IntArray]:
     """Keys, offsets and how far inside an image each stands."""
     keys = [[key for part in parts for key in [part] * (3 if part >= 10 else 1)] for parts in sequences]
-    inside = [[k for part in parts for k in range(3 if part >= 10 else 1)] for parts in sequences]
-    return np.concatenate(keys), np.cumsum([0, *map(len, keys)]), np.concatenate(inside)
+    offset_in_image = [[k for part in parts for k in range(3 if part >= 10 else 1)] for parts in sequences]
+    return np.concatenate(keys), np.cumsum([0, *map(len, keys)]), np.concatenate(offset_in_image)
 
 
 @given(SEQUENCES)
 def test_images_stay_whole_nothing_else_is_shared_less_and_tokens_know_where_they_come_from(sequences) -> None:
-    keys, offsets, inside = laid_out(sequences)
-    broken, whole = build_prefix_order(keys, offsets), build_prefix_order(keys, offsets, None, inside)
-    assert (inside[offsets[whole.sequences] + whole.num_shared] == 0).all()
+    keys, offsets, offset_in_image = laid_out(sequences)
+    broken, whole = build_prefix_order(keys, offsets), build_prefix_order(keys, offsets, None, offset_in_image)
+    assert (offset_in_image[offsets[whole.sequences] + whole.num_shared] == 0).all()
     lost = broken.num_shared - whole.num_shared
-    assert (lost == inside[offsets[broken.sequences] + broken.num_shared]).all()
-    layout = build_packed_layout(keys, offsets, np.ones(len(sequences), dtype=np.int64), None, inside)
+    assert (lost == offset_in_image[offsets[broken.sequences] + broken.num_shared]).all()
+    layout = build_packed_layout(keys, offsets, np.ones(len(sequences), dtype=np.int64), None, offset_in_image)
     assert (keys[layout.token_index] == layout.input_ids).all()
     assert (keys[layout.token_index + 1] == layout.labels).all()
-    steps = inside[layout.token_index]
+    steps = offset_in_image[layout.token_index]
     starts = np.flatnonzero((steps == 0) & (layout.input_ids >= 10))
     assert len(starts) * 3 == (layout.input_ids >= 10).sum()
     for start in starts.tolist():
@@ -57,8 +57,9 @@ def test_images_stay_whole_nothing_else_is_shared_less_and_tokens_know_where_the
 
 @pytest.mark.parametrize(("parts", "computed"), [([1, 2], 1), ([1, 10, 2], 1), ([10, 1, 2], 3)])
 def test_a_rank_without_a_prefill_runs_one_token_or_image_that_nobody_reads(parts: list[int], computed: int) -> None:
-    keys, offsets, inside = laid_out([parts, [0, 1]])
-    sequences = Sequences(keys, offsets, np.ones(2, dtype=np.int64), inside=inside if inside.any() else None)
+    keys, offsets, offset_in_image = laid_out([parts, [0, 1]])
+    images = offset_in_image if offset_in_image.any() else None
+    sequences = Sequences(keys, offsets, np.ones(2, dtype=np.int64), offset_in_image=images)
     idle, own = sequences.build_idle_prefill(), list(range(computed))
     assert (idle.input_ids.tolist(), idle.labels.tolist()) == (keys[own].tolist(), keys[1:][own].tolist())
     assert (idle.position_ids.tolist(), idle.kv_index.tolist(), idle.num_cached, idle.is_chunk) == (own, own, 0, False)
@@ -288,7 +289,7 @@ def test_a_response_that_is_kept_apart_is_not_the_last_id_of_a_prompt_either() -
     ("tokens", "prompt_lengths", "message"),
     [
         (range(6), [2, 0], "sequence 1 has an empty prompt"),
-        *[([1, 2, 3, 4, 5, token], [1, 1], r"ids must lie in \[0, 2\*\*32\), got") for token in (-100, -1, 2**32)],
+        *[([1, 2, 3, 4, 5, token], [1, 1], r"ids must be in \[0, 2\*\*32\), got") for token in (-100, -1, 2**32)],
     ],
 )
 def test_sequences_that_are_none_are_refused(tokens: list[int], prompt_lengths: list[int], message: str) -> None:

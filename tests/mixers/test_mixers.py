@@ -65,7 +65,7 @@ def test_memory_of_the_cache_is_what_the_config_says_and_outputs_are_exact_in_fl
     cached = len(ONE_GROUP[0].prompt) - 1  # sequences fork one token before they part
     with support.splitting(engine):
         metrics = support.infer(engine, batch)["metrics"], support.update(engine, batch).metrics
-    expected = cached * sizes.key_value + sizes.state, sizes.beside(cached, states=1)
+    expected = cached * sizes.key_value + sizes.state, sizes.cache_bytes(cached, states=1)
     for of_phase, layers in zip(metrics, expected, strict=True):
         (gib,) = of_phase["prefix_grouper/prefix_cache_gib"]
         assert 0 <= gib * 2**30 - layers <= 32 * cached, "and a few outputs of the head"

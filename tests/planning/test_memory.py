@@ -22,7 +22,7 @@ from verl_pg_plugin.skeleton import text_skeleton
 GIB = 2**30
 SIZES = {name: TokenBytes.of(config) for name, config in CONFIGS.items()}
 ROOM = MemoryBudget(device=40 * GIB, host=100 * GIB)
-LEVELS = ActivationPolicy(sizes=SIZES["4b"], room=ROOM)
+LEVELS = ActivationPolicy(sizes=SIZES["4b"], memory=ROOM)
 
 
 @cache
@@ -44,7 +44,7 @@ def plan_group(
     tokens = np.array([*[prompt - 1 + response] * n, *[8] * others])
     order = PrefixOrder(np.arange(n + others), tokens, np.array([0, *[prompt - 1] * (n - 1), *[0] * others]))
     weights = cache_weights(levels, budget, forward_only=False)
-    plan = cut_micro_batches(order, MicroBatchLimits(budget), weights, levels=levels)
+    plan = cut_micro_batches(order, MicroBatchLimits(budget), weights, policy=levels)
     return [part for group in plan for part in group]
 
 
@@ -56,7 +56,7 @@ def test_groups_stay_whole_where_they_fit_and_chunks_of_others_fit() -> None:
         name, gpus, ranks = draw.choice(list(SIZES)), draw.choice((1, 2, 4, 8, 16, 32)), draw.choice((1, 2))
         sizes, card, host = SIZES[name], draw.choice((30, 78, 138)) * GIB, draw.choice((0, 20 * GIB, 200 * GIB))
         room = room_beside(weights_of(name, gpus), card, host)
-        levels = ActivationPolicy(sizes=sizes, room=room, ranks=ranks, logits_at_once=draw.random() < 0.3)
+        levels = ActivationPolicy(sizes=sizes, memory=room, ranks=ranks, logits_at_once=draw.random() < 0.3)
         prompt, response = draw.choice((512, 2048, 8192, 32768, 65536)), draw.choice((256, 1024, 4096))
         n = draw.choice((2, 8, 32, 128))
         budget = max(prompt + response, draw.choice((8192, 16384, 32768, 65536)))
@@ -72,7 +72,7 @@ def test_groups_stay_whole_where_they_fit_and_chunks_of_others_fit() -> None:
                 use = {"cached": part.chunk.num_cached, "pending": published}
             level = levels.choose(part.num_tokens, labels, **use)
             assert not level.on_host or levels.host_bytes(level, part.num_tokens) <= host
-            bytes_taken = part.num_tokens * sizes.on_device(level) + sizes.beside(**use)
+            bytes_taken = part.num_tokens * sizes.on_device(level) + sizes.cache_bytes(**use)
             bytes_taken += labels * sizes.logits * levels.logits_at_once
             fits = bytes_taken <= room.device * ranks * (1 + 1e-9)
             in_reserve = len(parts) == 1 and bytes_taken <= (room.device + room.reserve) * ranks
@@ -83,28 +83,28 @@ def test_groups_stay_whole_where_they_fit_and_chunks_of_others_fit() -> None:
 
 
 def test_the_fastest_level_that_fits_is_taken_and_the_smallest_where_none_does() -> None:
-    sizes, levels = SIZES["4b"], replace(LEVELS, room=replace(ROOM, host=1e15))
+    sizes, levels = SIZES["4b"], replace(LEVELS, memory=replace(ROOM, host=1e15))
     *ladder, small = levels.ladder
     most = [int(ROOM.device // sizes.on_device(level)) for level in ladder]
     assert [levels.choose(tokens) for tokens in most] == ladder
     assert [levels.choose(tokens + 1) for tokens in most] == [*ladder[1:], Level.INPUTS_ON_HOST]
-    assert replace(levels, room=replace(ROOM, host=0.0)).choose(most[0] + 1) is small is Level.INPUTS
+    assert replace(levels, memory=replace(ROOM, host=0.0)).choose(most[0] + 1) is small is Level.INPUTS
     assert levels.choose(most[0], cached=1000) is levels.choose(most[0], pending=1000) is Level.ATTENTION_ON_HOST
     assert replace(levels, logits_at_once=True).choose(most[0], labels=1000) is Level.ATTENTION_ON_HOST
 
 
 def test_a_host_without_room_is_left_alone() -> None:
-    held = SIZES["4b"].held(Level.ATTENTION)
+    held = SIZES["4b"].saved(Level.ATTENTION)
     for host, level in ((100_000 * held, "attention_on_host"), (99_999 * held, "inputs_on_host"), (0, "inputs")):
-        assert replace(LEVELS, room=replace(ROOM, host=host)).choose(100_000).value == level
-    assert replace(LEVELS, room=replace(ROOM, host=-1.0)).choose(10) is Level.ATTENTION, "which offloaded weights fill"
+        assert replace(LEVELS, memory=replace(ROOM, host=host)).choose(100_000).value == level
+    assert replace(LEVELS, memory=replace(ROOM, host=-1.0)).choose(10) is Level.ATTENTION, "offloaded weights fill it"
 
 
 def test_a_group_takes_the_reserve_where_its_longest_sequence_needs_it() -> None:
     """Its prompt and 16 responses are 49,151 tokens, of which a sequence alone has 33,791."""
     for fitting, parts in ((33_790, 1), (33_791, 2)):
         levels = room_of(fitting, Level.INPUTS)
-        levels = replace(levels, room=replace(levels.room, reserve=levels.room.device))
+        levels = replace(levels, memory=replace(levels.memory, reserve=levels.memory.device))
         assert min(len(plan_group(*LONG, 40960, levels)), 2) == parts
 
 
@@ -113,8 +113,8 @@ def test_a_template_that_all_prompts_share_makes_no_group_that_stays_whole() -> 
     shared = np.tile([200, *[299] * 7], 64)
     shared[0] = 0
     order = PrefixOrder(np.arange(512), np.full(512, 799), shared)
-    levels = replace(LEVELS, room=MemoryBudget(1e15, 1e15))
-    plan = cut_micro_batches(order, MicroBatchLimits(16_384), cache_weights(levels, 16_384, False), levels=levels)
+    levels = replace(LEVELS, memory=MemoryBudget(1e15, 1e15))
+    plan = cut_micro_batches(order, MicroBatchLimits(16_384), cache_weights(levels, 16_384, False), policy=levels)
     assert max(part.num_tokens for group in plan for part in group) <= 16_384
 
 
@@ -122,7 +122,7 @@ def test_a_whole_group_above_the_budget_is_halved_where_other_ranks_need_more() 
     order = PrefixOrder(np.arange(16), np.full(16, 33_791), np.array([0, *[32_767] * 15]))
     levels = room_of(10**6, Level.INPUTS)
     for at_least in (1, 2, 4):
-        plan = cut_micro_batches(order, MicroBatchLimits(40_960), None, at_least, levels=levels)
+        plan = cut_micro_batches(order, MicroBatchLimits(40_960), None, at_least, policy=levels)
         sizes = [len(part.sequences) for group in plan for part in group]
         assert len(sizes) == at_least
         assert max(sizes) <= max(16 // at_least, 8) or at_least == 1
@@ -134,14 +134,14 @@ def test_the_longest_prompt_that_was_measured_stays_whole() -> None:
     beside = held.gathered + (held.weights + held.gradients) / 2
     reserve = DEVICE_RESERVE * 32 * GIB + held.head
     room = MemoryBudget(32 * GIB - beside - reserve, 100.0 * GIB, reserve)
-    assert len(plan_group(90_112, 1024, 8, 91_136, replace(LEVELS, room=room))) == 1
+    assert len(plan_group(90_112, 1024, 8, 91_136, replace(LEVELS, memory=room))) == 1
 
 
 def test_what_is_asked_for_is_taken_and_offload_means_levels_on_the_host() -> None:
-    assert all(replace(LEVELS, asked=level).choose(10**9) is level for level in Level)
-    assert replace(LEVELS, host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
+    assert all(replace(LEVELS, fixed_level=level).choose(10**9) is level for level in Level)
+    assert replace(LEVELS, offload_only=True).choose(10) is Level.ATTENTION_ON_HOST
     assert ActivationPolicy().choose(10**9) is Level.ATTENTION, "on a CPU nothing waits on the host by itself"
-    assert ActivationPolicy(host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
+    assert ActivationPolicy(offload_only=True).choose(10) is Level.ATTENTION_ON_HOST
 
 
 def test_ranks_that_share_tokens_share_their_bytes() -> None:
@@ -160,15 +160,15 @@ LONG = (32768, 1024, 16)
 
 def room_of(tokens: int, level: Level, host: float = 0.0) -> ActivationPolicy:
     """Policy where so many tokens fit on the device at a level."""
-    return replace(LEVELS, room=MemoryBudget(float(tokens * SIZES["4b"].on_device(level)), host))
+    return replace(LEVELS, memory=MemoryBudget(float(tokens * SIZES["4b"].on_device(level)), host))
 
 
 @pytest.mark.parametrize(
     ("level", "host"),
     [
         (Level.ATTENTION, 0.0),
-        (Level.ATTENTION_ON_HOST, 49_151.0 * SIZES["4b"].held(Level.ATTENTION)),
-        (Level.INPUTS_ON_HOST, 49_151.0 * SIZES["4b"].held(Level.INPUTS)),
+        (Level.ATTENTION_ON_HOST, 49_151.0 * SIZES["4b"].saved(Level.ATTENTION)),
+        (Level.INPUTS_ON_HOST, 49_151.0 * SIZES["4b"].saved(Level.INPUTS)),
         (Level.INPUTS, 0.0),
     ],
 )
@@ -177,11 +177,11 @@ def test_a_group_above_the_budget_stays_whole_where_it_fits_at_some_level(level:
     assert len(plan_group(*LONG, 40960, room_of(49_151, level, host))) == 1
     smallest = Level.INPUTS_ON_HOST if host else Level.INPUTS
     assert len(plan_group(*LONG, 40960, room_of(49_150, smallest, host))) > 1
-    assert len(plan_group(*LONG, 40960, replace(room_of(49_151, level, host), asked=level))) == 1
+    assert len(plan_group(*LONG, 40960, replace(room_of(49_151, level, host), fixed_level=level))) == 1
 
 
 def test_a_group_above_the_budget_is_split_where_it_does_not_fit() -> None:
-    assert len(plan_group(*LONG, 40960, replace(LEVELS, asked=Level.ALL))) > 1, "at the level that is asked for"
+    assert len(plan_group(*LONG, 40960, replace(LEVELS, fixed_level=Level.ALL))) > 1, "at the level that is asked for"
     assert len(plan_group(*LONG, 40960, ActivationPolicy())) > 1, "without figures of memory the budget holds"
     large = room_of(49_151, Level.INPUTS)
     assert len(plan_group(*LONG, 40960, replace(large, logits_at_once=True))) > 1
@@ -189,24 +189,24 @@ def test_a_group_above_the_budget_is_split_where_it_does_not_fit() -> None:
     assert len(plan_group(*LONG, 40960, large, others=2300)) == 2, "it is one micro-batch, not those of its tokens"
     tokens = np.full(3, 33_790)
     order = PrefixOrder(np.arange(3), tokens, np.array([0, 1000, 32_767]))
-    assert len(cut_micro_batches(order, MicroBatchLimits(max_sequences=2), levels=LEVELS)) == 2
+    assert len(cut_micro_batches(order, MicroBatchLimits(max_sequences=2), policy=LEVELS)) == 2
 
 
 def test_a_budget_stands_for_all_of_the_room() -> None:
     """So chunks are as long as tokens and memory let."""
     sizes = SIZES["4b"]
     room = MemoryBudget(float(20 * GIB), 0.0)
-    weights = cache_weights(replace(LEVELS, room=room, ranks=2), 40_960, forward_only=False)
+    weights = cache_weights(replace(LEVELS, memory=room, ranks=2), 40_960, forward_only=False)
     share = 2 * room.device / 40_960
     assert weights.computed == weights.alone == pytest.approx(sizes.on_device(Level.INPUTS) / share)
-    assert weights.cached == pytest.approx(sizes.beside(cached=1) / share)
-    assert weights.published == pytest.approx(sizes.beside(pending=1) / share)
-    host = replace(room, host=40_960.0 * sizes.held(Level.INPUTS))
-    on_host = cache_weights(replace(LEVELS, room=host), 40_960, forward_only=False)
+    assert weights.cached == pytest.approx(sizes.cache_bytes(cached=1) / share)
+    assert weights.published == pytest.approx(sizes.cache_bytes(pending=1) / share)
+    host = replace(room, host=40_960.0 * sizes.saved(Level.INPUTS))
+    on_host = cache_weights(replace(LEVELS, memory=host), 40_960, forward_only=False)
     assert on_host.computed == pytest.approx(sizes.on_device(Level.INPUTS_ON_HOST) / room.device * 40_960)
-    asked = cache_weights(replace(LEVELS, room=room, asked=Level.ATTENTION), 40_960, forward_only=False)
+    asked = cache_weights(replace(LEVELS, memory=room, fixed_level=Level.ATTENTION), 40_960, forward_only=False)
     assert asked.computed == pytest.approx(sizes.on_device(Level.ATTENTION) / room.device * 40_960)
-    plenty = plan_group(32768, 1024, 400, 40_960, replace(LEVELS, room=MemoryBudget(55.0 * GIB, 0.0)))
+    plenty = plan_group(32768, 1024, 400, 40_960, replace(LEVELS, memory=MemoryBudget(55.0 * GIB, 0.0)))
     assert max(part.num_tokens for part in plenty) > 0.95 * 40_960, "tokens limit these chunks"
 
 
@@ -219,8 +219,8 @@ def test_the_token_budget_without_one_is_that_of_the_longest_sequences() -> None
 
 def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
     sizes = SIZES["8b"]
-    assert sizes.held(Level.ATTENTION) == sizes.held(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
-    assert (sizes.beside(cached=1), sizes.beside(pending=1)) == ((144 + 288) * 1024, 288 * 1024)
+    assert sizes.saved(Level.ATTENTION) == sizes.saved(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
+    assert (sizes.cache_bytes(cached=1), sizes.cache_bytes(pending=1)) == ((144 + 288) * 1024, 288 * 1024)
     weights = cache_weights(ActivationPolicy(sizes=sizes), 1000, forward_only=False)
     assert weights.cached == pytest.approx(0.745, abs=0.002)
     assert weights.published == pytest.approx(0.497, abs=0.002)
@@ -258,7 +258,7 @@ def test_latent_attention_caches_narrow_values_as_wide_as_its_keys() -> None:
     assert sizes.caching_layers == kinds.count("full_attention") < len(kinds)
     states, inputs = MIXERS["gated_delta"].state_sizes(hybrid)
     assert (sizes.state, sizes.state_sums) == (4 * states + 2 * inputs, 4 * (states + inputs))
-    assert sizes.beside(states=1, pending_states=1) == sizes.state + 2 * sizes.state_sums
+    assert sizes.cache_bytes(states=1, pending_states=1) == sizes.state + 2 * sizes.state_sums
 
 
 def test_a_config_without_sizes_counts_cached_tokens_as_the_most_there_is() -> None:

@@ -1,8 +1,8 @@
-"""The prefix KV cache of a split group: keys, values, states and outputs that one chunk computes and others read.
+"""The prefix cache of a split group: keys, values, recurrent states and head outputs that chunks share.
 
-In training the chunks run in reverse: a prefill computes without gradient what a chunk reads, the chunk's backward adds
-to pending gradients in float32, and the chunk that computes these tokens with gradient, which comes later, adds them in
-its own backward and rounds once (schedule-level prefix reuse, https://arxiv.org/abs/2606.01143).
+In training the chunks run in reverse order. A prefill computes the tokens that a chunk reads, without gradient, and the
+chunk's backward adds to their pending gradients in float32. A later chunk computes these tokens with gradient: its
+backward adds the pending gradients and rounds once (schedule-level prefix reuse, https://arxiv.org/abs/2606.01143).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl_pg_plugin.transfer import to_device
 
 
 class CacheKey(NamedTuple):
-    """A layer and what of it; of a recurrent layer's states also the position of the first token that reads it."""
+    """Layer and name of a cached tensor; for a recurrent state also the position of the first token that reads it."""
 
     layer: int
     name: str
@@ -29,45 +29,40 @@ class CacheKey(NamedTuple):
 
 
 OUTPUTS = CacheKey(-1, "outputs")
-"""Of the LM head: zero at tokens that publish none."""
+"""Key of the LM head's outputs; zero at tokens without a label."""
 
 
 @dataclass
 class CachedTokens:
-    """Tokens ``start .. stop`` of a split group's path."""
+    """Cached tokens ``start .. stop`` of a split group's path."""
 
     start: int
     stop: int
-    # (tokens, ...) of each key; keys with the rotary embedding applied, outputs (tokens, C). Of a key with a
-    # position, what a recurrent layer holds in front of it.
+    # (tokens, ...), attention keys with the rotary embedding applied; for a key with a position, the state before it.
     values: dict[CacheKey, Tensor] = field(default_factory=dict)
-    # Sums of their gradients over the chunks that have run, float32 or wider; empty where nothing has a gradient, and
-    # once their owner has taken them.
+    # Gradient sums over the chunks that ran, float32 or wider; empty without gradients and once their owner has them.
     pending: dict[CacheKey, Tensor] = field(default_factory=dict)
 
     def put(self, key: CacheKey, value: Tensor, has_gradient: bool) -> None:
-        """Raises RuntimeError if the key is taken: two layers have one number."""
+        """Add a tensor; RuntimeError if the key exists, because two layers have the same number."""
         if key in self.values:
-            raise RuntimeError(
-                f"two layers call themselves layer_idx {key.layer}: set ++prefix_grouper.prefix_cache=off"
-            )
+            raise RuntimeError(f"layer_idx={key.layer}: two layers have it. Fix: ++prefix_grouper.prefix_cache=off")
         self.values[key] = value
         if has_gradient:
             self.pending[key] = torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
 
     def split(self, at: int) -> tuple[CachedTokens, CachedTokens]:
-        """The tokens before and from ``at`` on.
+        """Return the tokens before position ``at`` and those from it on.
 
-        The first are copied where they are less than half of what the tensors hold, and else views, so that however
-        often tokens are split, they hold at most twice what they have once the others are gone.
+        A first part of at most half the storage is copied, so repeated splits hold at most twice what remains.
         """
         before, after = CachedTokens(self.start, at), CachedTokens(at, self.stop)
-        num_before, held = at - self.start, (*self.values.items(), *self.pending.items())
-        of_tokens = [x for key, x in held if key.position is None]
+        num_before, tensors = at - self.start, (*self.values.items(), *self.pending.items())
+        of_tokens = [x for key, x in tensors if key.position is None]
         copy = 2 * num_before * sum(x[0].nbytes for x in of_tokens) <= _bytes(of_tokens)
         parts = (self.values, before.values, after.values), (self.pending, before.pending, after.pending)
-        for tensors, first, last in parts:
-            for key, x in tensors.items():
+        for whole, first, last in parts:
+            for key, x in whole.items():
                 if key.position is not None:
                     (first if key.position <= at else last)[key] = x
                     continue
@@ -77,7 +72,7 @@ class CachedTokens:
 
     @property
     def num_bytes(self) -> int:
-        """What is held, tokens that were split off included."""
+        """Bytes of storage, including tokens that were split off."""
         return _bytes([*self.values.values(), *self.pending.values()])
 
 
@@ -86,32 +81,29 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 class PrefixCache:
-    """The tokens ``0 .. num_tokens`` of one path, shallow first."""
+    """Cached tokens ``0 .. num_tokens`` of one path, in order."""
 
     def __init__(self) -> None:
         self.blocks: list[CachedTokens] = []
-        self.peak_bytes = 0  # most that they took in front of a forward
+        self.peak_bytes = 0  # highest number of bytes at the start of a forward
 
     @property
     def num_tokens(self) -> int:
         return self.blocks[-1].stop if self.blocks else 0
 
     def pop(self, keep: int) -> list[CachedTokens]:
-        """Take off the tokens from ``keep`` on, shallow first."""
+        """Remove and return the tokens from ``keep`` on, in order."""
         popped: list[CachedTokens] = []
         while self.num_tokens > keep:
             block = self.blocks.pop()
             if block.start < keep:
                 kept, block = block.split(keep)
                 self.blocks.append(kept)
-            popped.append(block)  # a whole one itself: what is cleared in it is cleared for whoever else still holds it
+            popped.append(block)  # no copy, so a graph that still refers to a block sees it cleared
         return popped[::-1]
 
     def consume(self, layout: Layout) -> list[CachedTokens]:
-        """Take off the tokens that a chunk of an update computes with gradient, before its prefill comes.
-
-        Their values are dropped, since the chunk computes them again.
-        """
+        """Remove and return the tokens that a chunk of an update recomputes, before its prefill; frees their values."""
         if not isinstance(layout, PackedLayout) or not layout.is_chunk:
             return []
         blocks = self.pop(layout.publish_start)
@@ -122,10 +114,9 @@ class PrefixCache:
     def access(
         self, layout: Layout, *, publishes: bool, consumed: Sequence[CachedTokens] = (), prefill: bool = False
     ) -> CacheAccess | None:
-        """What a chunk or a prefill reads, publishes and consumes; None for what neither reads nor publishes.
+        """Return the cache access of a chunk or prefill; None if it neither reads nor publishes.
 
-        Tokens that it publishes are on the cache from here on, in place of what they replace. Raises RuntimeError if
-        they do not continue the path: some chunk read or published the wrong ones.
+        Published tokens replace cached ones. RuntimeError if they do not continue the path.
         """
         if not isinstance(layout, PackedLayout) or not layout.is_chunk:
             return None
@@ -144,42 +135,41 @@ class PrefixCache:
 
 @dataclass(eq=False)
 class CacheAccess:
-    """What one forward of a chunk, or of its prefill, reads from the cache, publishes and consumes."""
+    """Cache access of one forward over T tokens, of a chunk or its prefill, after c cached tokens."""
 
-    layout: PackedLayout  # of its T tokens, in front of which c are cached
-    read: Sequence[CachedTokens]  # the cached ones
-    publish: CachedTokens | None = None  # filled with what later chunks read; None in training, where a prefill does it
-    # The same tokens, taken off the cache; their pending gradients are added here. Empty outside training.
-    consumed: Sequence[CachedTokens] = ()
-    prefill: bool = False  # no sequence reads this forward's outputs
+    layout: PackedLayout
+    read: Sequence[CachedTokens]  # the c cached tokens
+    publish: CachedTokens | None = None  # to fill for later chunks; None in a chunk of an update: its prefill publishes
+    consumed: Sequence[CachedTokens] = ()  # own tokens of a chunk of an update, with pending gradients
+    prefill: bool = False
     _indices: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def index(self, name: str, device: torch.device) -> Tensor:
-        """An index map of the layout on the device."""
+        """Return an index array of the layout on the device, copied once."""
         if name not in self._indices:
             self._indices[name] = to_device(getattr(self.layout, name), device)
         return self._indices[name]
 
-    def in_front(self, key: CacheKey, own: Tensor) -> Tensor:
-        """(c + T, ...) cached values in front of those of the own tokens."""
+    def with_cached(self, key: CacheKey, own: Tensor) -> Tensor:
+        """Return (c + T, ...) cached values followed by the own ones (T, ...)."""
         return torch.cat([*(block.values[key] for block in self.read), own])
 
     def publish_values(self, key: CacheKey, own: Tensor) -> None:
-        """Put the published of own (T, ...) values on the cache, where this forward publishes any."""
+        """Publish the values of published tokens among own (T, ...), if this forward publishes."""
         if self.publish is not None:
             published = own.detach().index_select(0, self.index("publish", own.device))
             self.publish.put(key, published, has_gradient=self.prefill)
 
-    def settle(self, key: CacheKey, total: Tensor) -> Tensor:
-        """Gradients (T, ...) of the own values, pending ones included, out of a ``total`` of [cached | own].
+    def exchange_gradients(self, key: CacheKey, total: Tensor) -> Tensor:
+        """Add gradients of cached tokens to their pending ones, and pending ones to those of own tokens.
 
-        That is float32 or wider. Gradients of cached tokens are added to their pending ones.
+        ``total`` (c + T, ...) is float32 or wider. Returns the complete gradients of own values (T, ...).
         """
         for block in self.read:
             block.pending[key].add_(total[block.start : block.stop])
         own = total[self.layout.num_cached :]
         if self.consumed:
-            # Taken out, since the graph, and so its blocks, may live until the next forward is done.
+            # Popped to free memory: the graph, which refers to the blocks, may live until the next forward ends.
             pending = torch.cat([block.pending.pop(key) for block in self.consumed])
             own.index_add_(0, self.index("publish", own.device), pending.to(own.dtype))
         return own
@@ -188,26 +178,26 @@ class CacheAccess:
         return ChainMap(*(block.values for block in self.read))[key]
 
     def exchange_states(
-        self, key: CacheKey, own: Tensor, exchange: StateExchange | None, beside: Tensor | None = None
+        self, key: CacheKey, own: Tensor, exchange: StateExchange | None, passthrough: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Rows [cached | own] of states, and ``beside`` as it is; ``key`` has no position.
+        """Return recurrent states [cached | own] and ``passthrough``, and publish states; ``key`` has no position.
 
-        ``own`` (N, ...) must have a gradient, or none is added to what is read. ``beside`` was computed with it: where
-        nothing reads the states here, their gradients come from other chunks alone, and only this leads to them.
+        ``own`` (N, ...) must require gradients, or cached states get none. ``passthrough`` is an output computed with
+        ``own``: it keeps the backward of own states in the graph if only other chunks read them.
         """
         if exchange is None:
-            return own, beside
-        found, beside = _ExchangeStates.apply(own, beside, self, key, exchange)
+            return own, passthrough
+        states, passthrough = _ExchangeStates.apply(own, passthrough, self, key, exchange)
         if self.publish is not None:
-            published = found.detach()[exchange.rows]
+            published = states.detach()[exchange.rows]
             for position, index in zip(exchange.publish, exchange.index, strict=True):
                 self.publish.put(key._replace(position=position), published[index], has_gradient=self.prefill)
-        return found, beside
+        return states, passthrough
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
-        """(cached heads + N, C) head outputs, as ``response_head`` indexes them, of (N, C) own ones of all ranks."""
+        """Return (cached heads + N, C) head outputs, as ``response_head`` indexes them, from (N, C) own ones."""
         cached, heads = (self.index(name, outputs_NC.device) for name in ("cached_heads", "head_index"))
-        # Cached as keys and values are: spread over all tokens. Who has no label computes one head that nobody reads.
+        # Cached per token, like keys and values. A layout without labels computes one output that is not read.
         own_TC = outputs_NC.new_zeros(self.layout.num_tokens, outputs_NC.shape[1])
         own_TC = own_TC.index_copy(0, heads, outputs_NC[: len(heads)])
         joined = _JoinOutputs.apply(own_TC, self)
@@ -216,60 +206,60 @@ class CacheAccess:
 
 
 class _JoinOutputs(torch.autograd.Function):
-    """(c + T, C) cached outputs in front of the own ones, whose gradients are rounded once."""
+    """``CacheAccess.with_cached`` for head outputs, with gradients that are rounded once."""
 
     @staticmethod
     def forward(ctx: Any, own_TC: Tensor, access: CacheAccess) -> Tensor:
         ctx.access = access
         access.publish_values(OUTPUTS, own_TC)
-        return access.in_front(OUTPUTS, own_TC)
+        return access.with_cached(OUTPUTS, own_TC)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32), copy=True)
-        return ctx.access.settle(OUTPUTS, total).to(grads[0].dtype), None
+        return ctx.access.exchange_gradients(OUTPUTS, total).to(grads[0].dtype), None
 
 
 @dataclass(frozen=True)
 class StateExchange:
-    """What recurrent layers of a forward read from the cache and publish, as rows of [cached | own]."""
+    """Recurrent states that a forward reads from the cache and publishes, as rows of [cached | own] states."""
 
-    read: tuple[int, ...]  # positions behind cached tokens, at which own segments go on
-    publish: tuple[int, ...]  # positions behind own tokens, at which those of other chunks do
-    rows: Tensor  # int64, those that are read and those that are published, ascending
-    index: Tensor  # (publish, width) int64 in ``rows``, which of them stand at each position
+    read: tuple[int, ...]  # positions where own segments continue cached tokens
+    publish: tuple[int, ...]  # positions where other chunks continue own tokens
+    rows: Tensor  # int64, rows that are read or published, ascending
+    index: Tensor  # (publish, width) int64, index in ``rows`` of the rows at each published position
 
     @classmethod
     def of(
         cls, read: IntArray, publish: IntArray, published: IntArray, device: torch.device | str
     ) -> StateExchange | None:
-        """None where nothing is exchanged; ``published`` are (publish, width) rows of [cached | own]."""
+        """Build from (publish, width) ``published`` rows of [cached | own]; None if nothing is read or published."""
         if not len(read) + len(publish):
             return None
         num_read = len(read) * published.shape[1]
         rows, index = np.unique(np.append(np.arange(num_read), published), return_inverse=True)
-        sent = (to_device(array, device) for array in (rows, index[num_read:].reshape(published.shape)))
-        return cls(tuple(read.tolist()), tuple(publish.tolist()), *sent)
+        on_device = (to_device(array, device) for array in (rows, index[num_read:].reshape(published.shape)))
+        return cls(tuple(read.tolist()), tuple(publish.tolist()), *on_device)
 
 
 class _ExchangeStates(torch.autograd.Function):
-    """Gradients of rows that other chunks read or have read are float32 sums, which their owner rounds once."""
+    """Sums gradients of states that other chunks read in float32; the chunk that owns a state rounds once."""
 
     @staticmethod
     def forward(
-        ctx: Any, own: Tensor, beside: Tensor | None, access: CacheAccess, key: CacheKey, exchange: StateExchange
+        ctx: Any, own: Tensor, passthrough: Tensor | None, access: CacheAccess, key: CacheKey, exchange: StateExchange
     ) -> tuple[Tensor, Tensor | None]:
         cached = [access.state(key._replace(position=position)) for position in exchange.read]
         ctx.access, ctx.key, ctx.exchange, ctx.num_read = access, key, exchange, sum(map(len, cached))
         rows = torch.cat([*cached, own]) if cached else own.view_as(own)
-        return rows, None if beside is None else beside.view_as(beside)
+        return rows, None if passthrough is None else passthrough.view_as(passthrough)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, of_beside), access, exchange = grads, ctx.access, ctx.exchange
+        (grad, grad_passthrough), access, exchange = grads, ctx.access, ctx.exchange
         total = grad[exchange.rows].to(torch.promote_types(grad.dtype, torch.float32))
         for position, index in zip(exchange.publish, exchange.index, strict=True):
-            if access.consumed:  # in training, where each state has one: a KeyError if it is not there
+            if access.consumed:  # in training every state has a pending gradient: KeyError if not
                 key = ctx.key._replace(position=position)
                 pending = next((block.pending for block in access.consumed if key in block.pending), {}).pop(key)
                 total.index_add_(0, index, pending.to(total.dtype))
@@ -277,4 +267,4 @@ class _ExchangeStates(torch.autograd.Function):
         for position, part in zip(exchange.read, total.split(exchange.index.shape[1]), strict=False):
             pending_of_read[ctx.key._replace(position=position)].add_(part)
         own = grad.index_copy(0, exchange.rows, total.to(grad.dtype))[ctx.num_read :]
-        return own, of_beside, None, None, None
+        return own, grad_passthrough, None, None, None

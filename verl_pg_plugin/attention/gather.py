@@ -1,4 +1,4 @@
-"""Gather tokens, with a backward that sums in float32."""
+"""Gather of tokens with a backward that sums in float32."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,26 +9,22 @@ import torch
 
 @dataclass(frozen=True)
 class Gather:
-    """Copies of T tokens, ``num_tokens``; ``tokens`` (K,) int32 has the token of each copy."""
+    """Copies of T = ``num_tokens`` tokens; ``tokens`` (K,) int32 is the source of each copy."""
 
     tokens: torch.Tensor
     num_tokens: int
 
     @cached_property
     def _by_token(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K,) copies and (T+1,) bounds, int64: token t's are ``copies[bounds[t]:bounds[t + 1]]``.
-
-        Made when gradients are first summed. The host does not wait for the device.
-        """
+        """(K,) copies and (T+1,) bounds, int64: copies of token t are ``copies[bounds[t]:bounds[t + 1]]``."""
         in_order, copies = torch.sort(self.tokens, stable=True)
-        each = torch.arange(self.num_tokens + 1, dtype=self.tokens.dtype, device=self.tokens.device)
-        return copies, torch.searchsorted(in_order, each)
+        token = torch.arange(self.num_tokens + 1, dtype=self.tokens.dtype, device=self.tokens.device)
+        return copies, torch.searchsorted(in_order, token)
 
     def sum(self, grad: torch.Tensor, total: torch.Tensor, add: bool = False) -> None:
-        """Gradient ``total`` (T, heads, D) of the tokens from ``grad`` (K, heads, D), that of their copies.
+        """Sum ``grad`` (K, heads, D) of copies into ``total`` (T, heads, D), in a fixed order, and round once.
 
-        Summed in float32 (on a CPU, float64 for float64), in a fixed order, and rounded once. To ``add`` to what it
-        holds, ``total`` must be float32 or wider. The numbers of a head follow each other.
+        Sums are float32 or wider, and so must ``total`` be to ``add`` to it. Both are contiguous in D.
         """
         if grad.is_cuda:
             from verl_pg_plugin.attention.segment_sum import sum_copies
@@ -36,12 +32,12 @@ class Gather:
             sum_copies(grad, *self._by_token, total, add)
             return
         wide = torch.promote_types(grad.dtype, torch.float32)
-        found = torch.zeros(total.shape, dtype=wide, device=grad.device).index_add_(0, self.tokens, grad.to(wide))
-        total.copy_(total + found if add else found)
+        summed = torch.zeros(total.shape, dtype=wide, device=grad.device).index_add_(0, self.tokens, grad.to(wide))
+        total.copy_(total + summed if add else summed)
 
 
 class _GatherTokens(torch.autograd.Function):
-    """``index_select`` whose backward rounds once: bf16 atomics lose a bit for every doubling of a group."""
+    """``index_select`` with a backward that rounds once; bf16 atomics lose a bit per doubling of the group size."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gather: Gather) -> torch.Tensor:
@@ -57,5 +53,5 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: torch.Tensor, gather: Gather) -> torch.Tensor:
-    """(K, ...) copies of ``x`` (T, ...); the gradient is that of ``Gather.sum``, in the dtype of ``x``."""
+    """Return (K, ...) copies of ``x`` (T, ...), with the backward of ``Gather.sum``."""
     return _GatherTokens.apply(x, gather)

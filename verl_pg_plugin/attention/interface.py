@@ -1,7 +1,7 @@
-"""Attention over packed tokens under a name in transformers' ``AttentionInterface``.
+"""Packed attention as an entry of transformers' ``AttentionInterface``.
 
-A model whose config has that name calls it in every layer with the keywords of its own ``forward``; the context travels
-as ``prefix_grouper``. No model file is patched.
+A model whose config selects it calls it in every layer with the keywords of the model's ``forward``, among them the
+context ``prefix_grouper``. No model file is patched.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from verl_pg_plugin.issue import SHARING_OFF
 ATTENTION_NAME = "prefix_grouper_packed"
 ATTENTION = "attention"
 
-# What decoders pass and changes nothing: positions are in q and k; caches, outputs and the loss are elsewhere.
+# Keywords without effect on attention: positions are applied to q and k; caches, outputs and losses are elsewhere.
 _OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits"}
 WITHOUT_EFFECT = _OUTPUTS | {"position_ids", "position_embeddings", "use_cache", "cache_position", "num_items_in_batch"}
 
 
-@torch.compiler.disable  # compiled layers call it as it is: its index maps differ in every micro-batch
+@torch.compiler.disable  # index arrays differ between micro-batches
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -38,14 +38,11 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of packed tokens, with the signature of transformers' attention functions.
+    """Compute packed attention; the signature is that of transformers' attention functions.
 
-    Returns (B, T, H, D) and None for the attention weights. RuntimeError where there is no ``prefix_grouper``, or
-    something that the kernels do not compute (a mask, dropout, biases, non-causal layers).
-
-    Args:
-        query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the tokens are padded groups.
-        s_aux: (H,) learned sinks.
+    Takes (B, H, T, D) queries, (B, G, T, D) keys and values and (H,) sinks ``s_aux``; B is 1, except for padded groups.
+    Returns (B, T, H, D), and None for the attention weights. RuntimeError without ``prefix_grouper``, or for arguments
+    that the kernels do not support (mask, dropout, bias, bidirectional attention).
     """
     if prefix_grouper is None:
         raise RuntimeError(
@@ -61,7 +58,7 @@ def packed_attention(
         unsupported.append("bidirectional attention")
     if unsupported:
         raise RuntimeError(
-            f"{_where(module)} asks for {', '.join(sorted(unsupported))}, which packed attention does not compute; "
+            f"{_where(module)} needs {', '.join(sorted(unsupported))}, which packed attention does not compute; "
             f"{SHARING_OFF}"
         )
     options = AttentionOptions(

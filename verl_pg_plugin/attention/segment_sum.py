@@ -1,4 +1,4 @@
-"""Sum, in float32 and in a fixed order, the gradients of all copies of a token (CUDA, Triton)."""
+"""Triton kernel that sums the gradients of all copies of a token, in float32 and in a fixed order."""
 
 import torch
 import triton
@@ -20,25 +20,25 @@ def _sum_copies_kernel(
     block: tl.constexpr,
     add: tl.constexpr,
 ):
-    """One program per token: add its copies in their order."""
+    """Sum the copies of one token, in order; one program per token."""
     token = tl.program_id(0).to(tl.int64)
     first, last = tl.load(bounds_ptr + token), tl.load(bounds_ptr + token + 1)
     column = tl.arange(0, block)
-    inside = column < width
+    mask = column < width
     head, within = (column // head_dim).to(tl.int64), column % head_dim
-    grad_there = grad_ptr + head * grad_head_stride + within
-    total_there = total_ptr + token * total_token_stride + head * total_head_stride + within
+    grads = grad_ptr + head * grad_head_stride + within
+    totals = total_ptr + token * total_token_stride + head * total_head_stride + within
     total = tl.zeros((block,), dtype=tl.float32)
     for i in range(first, last):
         copy = tl.load(copies_ptr + i)
-        total += tl.load(grad_there + copy * grad_token_stride, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(grads + copy * grad_token_stride, mask=mask, other=0.0).to(tl.float32)
     if add:
-        total += tl.load(total_there, mask=inside, other=0.0)
-    tl.store(total_there, total.to(total_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(totals, mask=mask, other=0.0)
+    tl.store(totals, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
 def sum_copies(grad: torch.Tensor, copies: torch.Tensor, bounds: torch.Tensor, total: torch.Tensor, add: bool) -> None:
-    """``Gather.sum`` of (K, heads, D) into (T, heads, D), each with any strides of tokens and heads."""
+    """``Gather.sum`` on CUDA, for any strides of tokens and heads; arguments from ``Gather._by_token``."""
     _, heads, head_dim = total.shape
     width = heads * head_dim
     strides = (*grad.stride()[:2], *total.stride()[:2])

@@ -75,7 +75,7 @@ class SharedPrefixEngine(FSDPEngine):
 
     log_prob_head: LogProbHead | None = None  # None if all logits are held at once
     _logged_level = False
-    _why_level = "as asked"
+    _why_level = "as configured"
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         # Before verl's checks, whose messages do not name our options.
@@ -244,7 +244,7 @@ class SharedPrefixEngine(FSDPEngine):
             packed=self.packed,
             caches=self.packed and self.options.prefix_cache != "off" and self.shared_model.prefix_cache,
             forward_only=forward_only,
-            levels=self._levels(forward_only),
+            policy=self._activation_policy(forward_only),
             fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
             rope_length_limit=rope_length_limit(self.model_config.hf_config),
             sp_size=self.ulysses_sequence_parallel_size,
@@ -253,29 +253,29 @@ class SharedPrefixEngine(FSDPEngine):
         if self.rank == 0 and not (forward_only or self._logged_level):
             largest = max(plan.micro_batches, key=lambda planned: planned.layout.num_tokens)
             tokens = largest.layout.num_tokens
-            logger.warning("activations: %s for %d tokens (%s)", largest.level.value, tokens, plan.levels.why)
+            logger.warning("activations: %s for %d tokens (%s)", largest.level.value, tokens, plan.policy.why)
             self._logged_level = True
         return plan
 
-    def _levels(self, forward_only: bool) -> ActivationPolicy:
+    def _activation_policy(self, forward_only: bool) -> ActivationPolicy:
         """Return the activation policy of the next mini-batch, with the least memory of any rank."""
-        levels = ActivationPolicy.of_settings(
+        policy = ActivationPolicy.of_settings(
             self.options.activations,
             self.model_config.enable_gradient_checkpointing,
-            why_asked=self._why_level,
+            fixed_reason=self._why_level,
             sizes=self._token_bytes,
-            host_alone=self.model_config.enable_activation_offload,
+            offload_only=self.model_config.enable_activation_offload,
             logits_at_once=self.log_prob_head is None,
             ranks=self.ulysses_sequence_parallel_size,
         )
         if forward_only or get_device_name() != "cuda":
-            return levels
+            return policy
         weights = self._weight_bytes
         reshard(self.module)  # weights may be gathered after a forward, and ``gathered`` counts them
         with gather_or_raise() as budgets:  # one for all ranks: the slowest sets the pace, Ulysses ranks share cuts
             budgets.append(memory_budget_of_rank(self.module, weights.gathered, weights.head, self._host_bytes))
         least = (min(getattr(budget, part) for budget in budgets) for part in ("device", "host", "reserve"))
-        return replace(levels, room=MemoryBudget(*least))
+        return replace(policy, memory=MemoryBudget(*least))
 
     @cached_property
     def _host_bytes(self) -> float:

@@ -60,7 +60,7 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         "cached_tokens": sum(layout.num_cached for layout in layouts),
         "prefill_tokens": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
         "cached_bytes": costs.peak_cached_bytes,
-        "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
+        "host_bytes": max(plan.policy.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
     if not flops.unknown:
         alone = float(flops.alone(lengths).sum()) + flops.images(shown)

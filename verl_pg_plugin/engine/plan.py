@@ -46,7 +46,7 @@ class Plan:
     loss_weights: list[float]  # loss tokens of each micro-batch over their mean on all ranks
     num_split_groups: int
     shown: frozenset[Kind]  # image kinds of any rank; every micro-batch runs the vision encoder on each
-    levels: ActivationPolicy
+    policy: ActivationPolicy
 
 
 _LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]
@@ -71,7 +71,7 @@ def plan_mini_batch(
     packed: bool,
     caches: bool,
     forward_only: bool,
-    levels: ActivationPolicy,
+    policy: ActivationPolicy,
     fused_head: bool = False,
     rope_length_limit: int | None = None,
     sp_size: int = 1,
@@ -83,6 +83,7 @@ def plan_mini_batch(
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
         packed: packed mode, else upstream's padded groups.
         caches: chunks of split groups read tokens from each other, and cached tokens count towards the budget.
+        policy: with the memory of the rank that has the least.
         fused_head: verl's fused kernels compute the log-probs.
         rope_length_limit: maximum length of a sequence (``architectures.rope_length_limit``).
         sp_size: Ulysses ranks, which share each sequence; multiplies the token budget as in verl.
@@ -95,14 +96,14 @@ def plan_mini_batch(
         sequences = read_sequences(data, modality, rope_length_limit)
         order = sequences.order()
         limits = limits_of(data, sp_size)
-        weights = cache_weights(levels, limits.budget(order.num_tokens), forward_only) if caches else None
+        weights = cache_weights(policy, limits.budget(order.num_tokens), forward_only) if caches else None
         # verl's losses read the response mask; V1 removes tokens that rollout correction rejects from it only.
         masks = data.get("response_mask", data["loss_mask"])
         loss_tokens = np.array([mask.sum().item() for mask in masks.unbind()])
         has_loss = np.ones_like(loss_tokens) if forward_only else loss_tokens > 0
 
         def cut(at_least: int) -> list[_LaidOut]:
-            groups = cut_for_loss(order, has_loss, limits, weights, at_least, forward_only=forward_only, levels=levels)
+            groups = cut_for_loss(order, has_loss, limits, weights, at_least, forward_only=forward_only, policy=policy)
             return [_build_layouts(group, sequences, packed, forward_only) for group in groups]
 
         draft = cut(at_least=1)
@@ -116,13 +117,13 @@ def plan_mini_batch(
             ranks.append(_summary(draft, flops, sequences, counts))
 
     summaries = ranks[::sp_size]
-    planned = _running_order(draft, summaries, dp_rank, sequences, levels, forward_only)
+    planned = _running_order(draft, summaries, dp_rank, sequences, policy, forward_only)
     num_split_groups = sum(len(group) > 1 for group in draft)
     shown = frozenset[Kind]().union(*(rank.shown for rank in summaries))
     masked = sum(rank.loss_mask_tokens for rank in summaries)
     mean = sum(rank.loss_tokens for rank in summaries) / len(summaries) / len(planned)
     loss_weights = [float(loss_tokens[part.sequences].sum()) / mean if mean else 1.0 for part in planned]
-    return Plan(data, sequences, planned, masked, loss_weights, num_split_groups, shown, levels)
+    return Plan(data, sequences, planned, masked, loss_weights, num_split_groups, shown, policy)
 
 
 def _running_order(
@@ -130,7 +131,7 @@ def _running_order(
     ranks: list[_RankSummary],
     own: int,
     sequences: Sequences,
-    levels: ActivationPolicy,
+    policy: ActivationPolicy,
     forward_only: bool,
 ) -> list[PlannedMicroBatch]:
     """Return this rank's micro-batches, most expensive group first, with the flags of all ranks combined."""
@@ -144,7 +145,7 @@ def _running_order(
             prefill = sequences.select(micro_batch.sequences[:1]).build_idle_prefill()
         level = Level.ATTENTION  # without effect in a forward without gradient
         if not forward_only:
-            level = levels.choose(layout.num_tokens, len(layout.head_index), **layout.cache_use)
+            level = policy.choose(layout.num_tokens, len(layout.head_index), **layout.cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     return planned
 

@@ -120,7 +120,7 @@ class RoutedMiniBatch(MiniBatch):
         routes_TLK = routes_TLK[: inputs.layout.num_tokens]
         if cache is not None:
             cache.publish_values(RECORDED, routes_TLK)
-            routes_TLK = cache.in_front(RECORDED, routes_TLK)
+            routes_TLK = cache.with_cached(RECORDED, routes_TLK)
         routes_NLK = F.pad(routes_TLK, (0, 0, 0, 0, 0, 1)).index_select(0, inputs.places)
         outputs[ROUTES] = torch.nested.nested_tensor_from_jagged(routes_NLK, fields["input_ids"].offsets())
         return outputs

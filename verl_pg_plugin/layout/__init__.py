@@ -1,4 +1,4 @@
-"""Pure index maths: sequences of tokens in, packed tokens of one forward out. No verl, no model, no device."""
+"""Index arrays of packed and padded forwards, in numpy: no verl, no model, no device."""
 
 from typing import TypeAlias
 
@@ -8,7 +8,6 @@ from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
 from verl_pg_plugin.layout.sequences import Sequences
 
 Layout: TypeAlias = PackedLayout | PaddedLayout
-"""What a forward runs."""
 
 __all__ = [
     "Chunk",

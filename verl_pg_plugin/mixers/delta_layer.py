@@ -246,7 +246,7 @@ def delta_rule_over(
         passes_on = depth is not depths.depths[-1] or depth.publish is not None
         out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
         if cache is not None and state is not None:
-            state, out = cache.exchange_states(key, state, depth.publish, beside=out)
+            state, out = cache.exchange_states(key, state, depth.publish, passthrough=out)
         lengths = (out.shape[1],) if takes_any else depth.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]

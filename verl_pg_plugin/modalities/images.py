@@ -76,8 +76,8 @@ class Images(Modality):
         names = frozenset(name for kind in self.kinds for name in (kind.pixels, kind.grids))
         images = self._find_images(sequences, read_outputs(data, names))
         positions = _in_space(read_positions(data), sequences.offsets, has_images=any(images))
-        keys, inside = _build_keys(sequences, positions, images)
-        return replace(sequences, keys=keys, positions=positions, inside=inside, images=images)
+        keys, offset_in_image = _build_keys(sequences, positions, images)
+        return replace(sequences, keys=keys, positions=positions, offset_in_image=offset_in_image, images=images)
 
     def _find_images(self, sequences: Sequences, given: list[dict[str, Any]]) -> list[list[Image]]:
         """The images of each sequence, in the order of their first placeholders.
@@ -175,7 +175,7 @@ def _build_keys(
 ) -> tuple[IntArray, IntArray]:
     """Keys, and what is indivisible, (N,) each, of sequences with (4, N) positions; see ``Sequences``."""
     tokens, starts = sequences.tokens, sequences.offsets[:-1]
-    keys, inside = tokens.astype(np.int64), np.zeros(len(tokens), dtype=np.int64)
+    keys, offset_in_image = tokens.astype(np.int64), np.zeros(len(tokens), dtype=np.int64)
     before = np.roll(positions, 1, axis=1)
     before[:, starts] = -1
     steps = positions - before
@@ -187,11 +187,11 @@ def _build_keys(
             span = slice(start + image.first, start + image.first + image.num_tokens)
             shown = (_content(known, image), steps[:, span].tobytes())
             keys[span] = FIRST_KEY + key_of.setdefault(shown, len(key_of))
-            inside[span] = np.arange(image.num_tokens)
+            offset_in_image[span] = np.arange(image.num_tokens)
             unusual[span] = False
     for at in np.flatnonzero(unusual).tolist():  # the first token behind an image, as a rule
         keys[at] = FIRST_KEY + key_of.setdefault((int(tokens[at]), steps[:, at].tobytes(), "token"), len(key_of))
-    return keys, inside
+    return keys, offset_in_image
 
 
 def _content(known: dict[Hashable, list[torch.Tensor]], image: Image) -> Hashable:

@@ -1,1 +1,1 @@
-"""Which sequences are computed together: on which rank, in which mini-batch and micro-batch."""
+"""Choose the rank, mini-batch and micro-batch that computes each sequence."""

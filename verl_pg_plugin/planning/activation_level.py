@@ -1,17 +1,17 @@
-"""Activation levels, and the memory that activations may take."""
+"""Activation levels and the memory budget for activations."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 DEVICE_RESERVE = 0.08
-"""Share of a device that stays free: gaps between blocks, and what sizes do not cover."""
+"""Fraction of device memory that stays free for fragmentation and for what the estimates omit."""
 
 
 class Level(Enum):
-    """What a decoder layer keeps for its backward, and where it waits; gradients are alike to the bit where cuts are.
+    """Activations that a decoder layer saves for its backward. Gradients are bit-identical for the same chunks.
 
-    ``ALL``: everything, nothing is computed again. ``ATTENTION``: its inputs, and the output and log-sum-exp of the
-    attention kernel. ``INPUTS``: its inputs alone. ``ON_HOST``: what is kept waits in memory of the host.
+    ``ALL`` saves every activation. ``ATTENTION`` saves the layer's inputs, attention's output and its log-sum-exp.
+    ``INPUTS`` saves the inputs only. The ``ON_HOST`` levels move what they save to host memory.
     """
 
     ALL = "all"
@@ -31,9 +31,10 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes that activations may take on the device and in memory of the host, and what the device keeps in reserve.
+    """Bytes available for activations on the device and on the host.
 
-    The reserve is for gaps between blocks and for the LM head. A group takes it where even one sequence needs it.
+    ``reserve`` is device memory kept free for fragmentation and the LM head. A group may use it when even one of its
+    sequences needs it.
     """
 
     device: float

@@ -1,18 +1,17 @@
-"""Assign sequences to ranks and mini-batches: as many to each, little computed twice, and all ranks done together.
+"""Assign sequences to ranks and mini-batches with equal counts, equal costs and few split groups.
 
-A trainer's driver has no tokens at hand. It knows of each sequence its prompt (uid), its session, its place in the
-session and two lengths, from which the prefix tree follows as far as rollouts build it:
+The trainer's driver has no tokens. It has each sequence's prompt (uid), session, place in the session and two lengths.
+They determine the prefix tree as far as rollouts build it:
 
 - sessions of one prompt share the first sequence's prompt;
-- a sequence whose prompt is at least as long as all of the one before it continues that one and shares all of it: one
-  sequence per turn, tool output and all;
-- a sequence with a shorter prompt was given an edited context, and shares with its session what its sessions share.
+- a sequence whose prompt is no shorter than the whole sequence before it continues that one and shares all of it;
+- a sequence with a shorter prompt has an edited context, and shares what sessions of its prompt share.
 
-What is not seen is what different prompts begin with, and how much an edited context kept beyond its prompt. Each group
-is counted with all of its prompt, which costs agents behind 2,000 common tokens 0.4% of an update, and GRPO nothing.
+Prefixes that different prompts share, and unchanged parts of an edited context, are unknown. For agents with 2,000
+common tokens this costs 0.4% of an update, for GRPO nothing.
 
-Each mini-batch of each rank is a bin. Whole groups go to bins, the most expensive first; then groups, and where that
-leaves a rank behind their subtrees, change places between the most expensive bin and a cheap one.
+Each mini-batch of each rank is a bin. Whole groups are assigned to bins, the most expensive first. Then groups are
+exchanged between the most expensive bin and cheap ones, and subtrees of groups if that does not balance the ranks.
 """
 
 from collections.abc import Callable
@@ -24,41 +23,38 @@ import numpy as np
 from verl_pg_plugin.layout.order import FloatArray, IntArray, PrefixOrder
 
 SegmentPrice: TypeAlias = Callable[[IntArray, IntArray, IntArray], FloatArray]
-"""Cost of each of S segments from (S,) tokens they share, (S,) tokens they add and (S,) of those that run the head."""
+"""Cost (S,) of segments from (S,) shared tokens, (S,) new tokens and (S,) tokens that run the head."""
 
 LEVEL = 1.01
-"""No group is cut where the slowest is no more than this above the mean."""
+"""No group is cut if the slowest rank takes at most this times the mean."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """A new order of B sequences whose equal consecutive pieces are the ranks, and theirs the mini-batches."""
+    """A new order of B sequences: equal consecutive parts for the ranks, each divided into mini-batches."""
 
     order: IntArray  # (B,) index of the sequence at each place
     cost: FloatArray  # (num_ranks, num_mini_batches) deduplicated, in units of the price
-    num_cut_groups: int  # that are in more than one bin
-    num_tokens: int  # that all ranks compute, if the prefix order is right about what is shared
+    num_cut_groups: int  # groups in more than one bin
+    num_tokens: int  # tokens that all ranks compute, according to the prefix order
 
     @property
     def time(self) -> float:
-        """Ranks wait for the slowest at the end of every mini-batch."""
+        """Sum over mini-batches of the slowest rank's cost."""
         return float(self.cost.max(axis=0).sum())
 
     @property
     def slowest_over_mean(self) -> float:
-        """Time over that of a perfect balance of the same work."""
+        """``time`` over that of perfectly balanced ranks."""
         return self.time / float(self.cost.mean(axis=0).sum())
 
 
 def order_by_sessions(
     group: IntArray, session: IntArray, place: IntArray, prompt_lengths: IntArray, response_lengths: IntArray
 ) -> PrefixOrder:
-    """B sequences, group after group, in each the longest session first, in each session by place.
+    """Sort sequences by group (in order of first sequences), session (longest first) and place in the session.
 
-    Args:
-        group: (B,) equal values mark sequences of one prompt; groups come in the order of their first sequence.
-        session, place: (B,) equal values within a group mark one session, and a sequence's place in it.
-        prompt_lengths, response_lengths: (B,) tokens.
+    All arguments are (B,); ``session`` numbers are unique within a group.
     """
     lengths = prompt_lengths + response_lengths
     _, first_of_group, group = np.unique(group, return_index=True, return_inverse=True)
@@ -86,16 +82,10 @@ def balance_groups(
     num_ranks: int,
     num_mini_batches: int = 1,
 ) -> Balance:
-    """The same number of sequences in every bin, groups whole where that costs no time.
+    """Put the same number of sequences into every bin, and cut only groups that fit no bin or delay the slowest rank.
 
-    A group is cut where it fits nowhere whole, and where that lets the slowest rank finish earlier although what the
-    parts share is computed twice. ValueError where B is no multiple of ``num_ranks * num_mini_batches``.
-
-    Args:
-        order: what the B sequences share; the sequences of a group are neighbours in it.
-        group: (B,) equal values mark sequences that belong together, in the caller's order.
-        response_lengths: (B,) tokens, in the caller's order.
-        num_mini_batches: optimizer steps that a rank's piece is divided into.
+    ``group`` (B,) and ``response_lengths`` (B,) are in the caller's order; sequences of a group are neighbours in
+    ``order``. ValueError if B is not a multiple of ``num_ranks * num_mini_batches``.
     """
     num_bins = num_ranks * num_mini_batches
     if len(group) % num_bins:
@@ -111,28 +101,28 @@ def balance_groups(
     in_group = np.cumsum(opens) - 1
 
     def costs(starts: IntArray) -> FloatArray:
-        """Of spans that begin at ``starts``, each in a place of its own."""
+        """Cost of each span that begins at ``starts``, computed separately."""
         return again[starts] + np.diff(before[np.append(starts, len(group))])
 
     groups = np.flatnonzero(opens)
-    inside = np.where(opens, np.iinfo(np.int64).max, order.num_shared)  # what a sequence shares within its group
-    least = np.minimum.reduceat(inside, groups)  # what all of a group share
-    shared = price(none[groups], np.where(least < inside.max(), least, 0), none[groups])
+    shared_in_group = np.where(opens, np.iinfo(np.int64).max, order.num_shared)
+    common = np.minimum.reduceat(shared_in_group, groups)  # tokens that all sequences of a group share
+    prefix_cost = price(none[groups], np.where(common < shared_in_group.max(), common, 0), none[groups])
     bin_of = _assign(groups, costs(groups), len(group), num_bins)
-    subtrees = opens | (inside == least[in_group])
-    found: list[Balance] = []
-    for exchanged, prefix in ((opens, np.zeros(len(groups))), (subtrees, shared)):
+    subtrees = opens | (shared_in_group == common[in_group])
+    candidates: list[Balance] = []
+    for exchanged, prefix in ((opens, np.zeros(len(groups))), (subtrees, prefix_cost)):
         spans = np.flatnonzero(exchanged | np.append(True, bin_of[1:] != bin_of[:-1]))
         own = costs(spans) - prefix[in_group[spans]]
         bin_of = _exchange(spans, own, in_group[spans], prefix, bin_of, num_bins)
-        found.append(_balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches))
-        if found[-1].slowest_over_mean <= LEVEL:
+        candidates.append(_balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches))
+        if candidates[-1].slowest_over_mean <= LEVEL:
             break
-    return min(found, key=lambda tried: tried.time)
+    return min(candidates, key=lambda balance: balance.time)
 
 
 def _assign(groups: IntArray, costs: FloatArray, size: int, num_bins: int) -> IntArray:
-    """(B,) bin of each sequence: groups (their first places) by cost, what fits nowhere whole last, in parts."""
+    """Return the bin of each sequence (B,): whole groups by descending cost, then in parts those that fit no bin."""
     bin_of = np.full(size, -1)
     room, load = np.full(num_bins, size // num_bins), np.zeros(num_bins)
     stops = np.append(groups[1:], size)
@@ -152,9 +142,9 @@ def _assign(groups: IntArray, costs: FloatArray, size: int, num_bins: int) -> In
 def _exchange(
     spans: IntArray, own: FloatArray, group: IntArray, prefix: FloatArray, bin_of: IntArray, num_bins: int
 ) -> IntArray:
-    """(B,) bin of each sequence after spans (S,) of one size have changed places.
+    """Exchange spans of equal size between bins, and return the bin of each sequence (B,).
 
-    The best exchange of the most expensive bin comes first, while both bins are cheaper afterwards than that one was.
+    The best exchange of the most expensive bin is taken while both bins then cost less than it did.
     ``own`` (S,) is a span's cost without the ``prefix`` of its ``group`` (S,), which costs once in every bin.
     """
     sizes, of_span = np.diff(np.append(spans, len(bin_of))), bin_of[spans]
@@ -204,20 +194,20 @@ def _balance(
     num_ranks: int,
     num_mini_batches: int,
 ) -> Balance:
-    """The bins of each rank by mini-batch: bins of like cost make one, and no rank has the most expensive of each."""
+    """Assign bins to ranks and mini-batches: bins of similar cost form a mini-batch, and rank totals are balanced."""
     places = np.argsort(bin_of, kind="stable").reshape(num_ranks * num_mini_batches, -1)
     costs, num_tokens = np.empty(len(places)), 0
     for number, together in enumerate(map(order.subset, places)):
         labels = np.minimum(response_lengths[together.sequences], together.num_new)
         costs[number] = price(together.num_shared, together.num_new, labels).sum()
         num_tokens += int(together.num_new.sum())
-    sequences = order.sequences[places]  # groups lie together, for a critic whose mini-batches are smaller
+    sequences = order.sequences[places]  # groups stay together, for a critic whose mini-batches are smaller
     mini_batches = np.argsort(-costs, kind="stable").reshape(num_mini_batches, num_ranks)
     bins = np.empty((num_ranks, num_mini_batches), dtype=np.int64)
     totals = np.zeros(num_ranks)
-    # In the order of their first sequences, so that no mini-batch is put off for being long.
+    # Mini-batches run in the order of their first sequences, so long ones are not delayed.
     for number, row in enumerate(np.argsort(sequences.min(axis=1)[mini_batches].min(axis=1), kind="stable")):
-        ranks = np.argsort(totals, kind="stable")  # the most expensive bin to the rank with least
+        ranks = np.argsort(totals, kind="stable")  # the most expensive bin goes to the rank with the lowest total
         bins[ranks, number] = mini_batches[row]
         totals += costs[bins[:, number]]
     pairs = np.unique(np.stack([in_group, bin_of]), axis=1)

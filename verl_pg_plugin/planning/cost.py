@@ -1,4 +1,4 @@
-"""What tokens cost: one model for micro-batches, balance, metrics and ``estimate``."""
+"""FLOPs of tokens: one cost model for micro-batches, balance, metrics and ``estimate``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,39 +13,36 @@ from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 
 FORWARDS_OF_AN_UPDATE = 3
-"""An update in units of its forward: a backward computes two matrix products for each of the forward's."""
+"""FLOPs of an update over those of its forward: a backward has two matrix products for each of the forward's."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-"""Names that transformers' configs have for them."""
+"""Names of these fields in transformers' configs."""
 
 
 def visible_pairs(start: IntArray, tokens: IntArray, window: int | None = None) -> IntArray:
-    """(query, key) pairs (S,) of each of S segments under the causal mask, in closed form.
+    """Return the number of causal (query, key) pairs of segments with ``tokens`` (S,) tokens from ``start`` (S,) on.
 
-    Args:
-        start, tokens: (S,) position of a segment's first token, and how many it has.
-        window: keys a query sees, itself included, as transformers counts ``sliding_window``; None for all.
+    ``window`` counts the query itself, as ``sliding_window`` of transformers does; None for no window.
     """
 
     def pairs_up_to(stop: IntArray) -> IntArray:
-        inside = stop if window is None else np.minimum(stop, window)
-        return inside * (inside + 1) // 2 + (stop - inside) * (window or 0)
+        growing = stop if window is None else np.minimum(stop, window)  # queries that see all keys before them
+        return growing * (growing + 1) // 2 + (stop - growing) * (window or 0)
 
     return pairs_up_to(start + tokens) - pairs_up_to(start)
 
 
 @dataclass(frozen=True)
 class VisionFlops:
-    """Forward FLOPs of a vision encoder that looks at each image alone, in both directions."""
+    """Forward FLOPs of a vision encoder with bidirectional attention within each image."""
 
-    per_patch: float  # outside attention scores
-    pairs: tuple[tuple[int | None, float], ...]
-    """By window, in patches (None for the whole image), the FLOPs of one pair over the blocks that have it."""
+    per_patch: float  # excluding attention scores
+    pairs: tuple[tuple[int | None, float], ...]  # window in patches (None: the image), FLOPs of a pair in such blocks
 
     @classmethod
     def of(cls, module: Any) -> "VisionFlops | None":
-        """Count the matrices of an unsharded transformers model; None if it reads no images, or none are shared."""
+        """Count the matrices of an unsharded transformers model; None if the plugin shares no images of it."""
         if getattr(module.config, "model_type", None) not in IMAGE_MODEL_TYPES:
             return None
         encoder, config = module.model.visual, module.config.vision_config
@@ -57,12 +54,12 @@ class VisionFlops:
                 per_patch += 2 * weight.numel() / merged
         whole = getattr(config, "fullatt_block_indexes", range(config.depth))
         window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
-        per_pair = 4.0 * getattr(config, "embed_dim", config.hidden_size)  # Qwen2-VL's hidden_size is that of the text
+        per_pair = 4.0 * getattr(config, "embed_dim", config.hidden_size)  # hidden_size: the text's in Qwen2-VL
         pairs = ((None, per_pair * len(whole)), (window, per_pair * (config.depth - len(whole))))
         return cls(per_patch, tuple(pair for pair in pairs if pair[1]))
 
     def forward(self, patches: IntArray) -> float:
-        """FLOPs of one forward over images of so many patches (C,)."""
+        """FLOPs of one forward over images with ``patches`` (C,) patches each."""
         total = self.per_patch * float(patches.sum())
         for window, flops in self.pairs:
             seen = patches if window is None else np.minimum(patches, window)
@@ -72,40 +69,37 @@ class VisionFlops:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Forward FLOPs of a decoder: two per weight and token, and those of its (query, key) pairs."""
+    """Forward FLOPs of a decoder: two per weight and token, plus those of (query, key) pairs."""
 
-    per_token: float  # outside attention scores and the LM or value head
-    per_label: float  # of the head on one token
-    pairs: tuple[PairCost, ...]  # one entry for each window that some layers have
-    vision: VisionFlops | None = None  # None where no images are read
-    unknown: str = ""  # why tokens are counted in place of FLOPs; empty where they are not
+    per_token: float  # excluding attention scores and the LM or value head
+    per_label: float  # the head on one token
+    pairs: tuple[PairCost, ...]  # one entry per window
+    vision: VisionFlops | None = None  # None for text models
+    unknown: str = ""  # why tokens are counted instead of FLOPs; empty otherwise
 
     @classmethod
     def or_tokens(cls, build: Callable[[], nn.Module]) -> "ModelFlops":
-        """Return the FLOPs of the model that ``build`` returns, or tokens in their place with the cause.
-
-        Callers log the cause.
-        """
+        """Count the model that ``build`` returns, or count tokens and set ``unknown``, which callers log."""
         try:
             return cls.of(build())
-        except Exception as error:  # a model class may raise anything, and a price is advice that must end no run
+        except Exception as error:  # a model class may raise anything, and an estimate must end no run
             cause = f"cannot be counted ({type(error).__name__}: {' '.join(str(error).split())})"
             return cls(per_token=1.0, per_label=0.0, pairs=(), unknown=cause)
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelFlops":
-        """Count the matrices of an unsharded transformers model; a device of ``meta`` will do.
+        """Count the matrices of an unsharded transformers model, which may be on ``meta``.
 
-        ValueError where it has experts, and its config does not say how many a token visits.
+        ValueError if the config does not say how many of the experts a token visits.
         """
         config = module.config.get_text_config()
-        head = module.get_output_embeddings() or getattr(module, "score", None)  # of value models, token classifiers
+        head = module.get_output_embeddings() or getattr(module, "score", None)  # value models, token classifiers
         head_weights = [] if head is None else list(head.parameters())
         lookups = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
         skip = {id(weight) for weight in (*head_weights, *lookups)}
         layers = count_layers(config)
         per_token = sum(MIXERS[name].token_flops(config) for name in layers)
-        # Images of a multimodal model cost what its vision encoder computes; tokens counted here are those of the text.
+        # The vision encoder is counted by ``VisionFlops``.
         text = module if module.config is config else module.get_decoder()
         for name, weight in text.named_parameters():
             if weight.ndim >= 2 and id(weight) not in skip:
@@ -118,11 +112,11 @@ class ModelFlops:
         )
 
     def attention(self, start: IntArray, tokens: IntArray) -> FloatArray:
-        """FLOPs (S,) of the pairs of each of S segments of so many tokens (S,), which follow ``start`` shared ones."""
+        """Attention FLOPs (S,) of segments with ``tokens`` (S,) tokens after ``start`` (S,) shared ones."""
         return np.asarray(sum(pair.flops * visible_pairs(start, tokens, pair.window) for pair in self.pairs))
 
     def segments(self, start: IntArray, tokens: IntArray, labels: IntArray) -> FloatArray:
-        """FLOPs (S,) of each of S segments, the head run on so many ``labels`` (S,); see ``attention``."""
+        """FLOPs (S,) of segments whose head runs on ``labels`` (S,) tokens; see ``attention``."""
         return self.per_token * tokens + self.per_label * labels + self.attention(start, tokens)
 
     def forward(self, layouts: Sequence[Layout]) -> float:
@@ -130,28 +124,29 @@ class ModelFlops:
         return sum(self.without_head(layout) + self.per_label * len(layout.head_index) for layout in layouts)
 
     def without_head(self, layout: Layout) -> float:
-        """FLOPs of one forward over a layout without the head."""
+        """FLOPs of one forward over a layout, head excluded."""
         return self.per_token * layout.num_tokens + float(self.attention(*layout.segments).sum())
 
     def images(self, patches: IntArray) -> float:
-        """FLOPs of one forward of the vision encoder over images of so many patches (C,)."""
+        """FLOPs of one forward of the vision encoder; see ``VisionFlops.forward``."""
         return self.vision.forward(patches) if self.vision is not None else 0.0
 
     def alone(self, lengths: IntArray) -> FloatArray:
-        """FLOPs (B,) of stock verl on B sequences of so many tokens: nothing shared, the head on every token."""
+        """FLOPs (B,) of stock verl on sequences of ``lengths`` (B,): unshared, with the head on every token."""
         return self.segments(np.zeros_like(lengths), lengths, lengths)
 
 
 def _visited_experts(config: PretrainedConfig) -> float:
-    """The share of its experts that a token visits."""
+    """Fraction of a layer's experts that a token visits."""
     total, visited = (
-        next((found for name in names if (found := getattr(config, name, None))), None)
+        next((number for name in names if (number := getattr(config, name, None))), None)
         for names in (EXPERTS, EXPERTS_PER_TOKEN)
     )
     if total is None or visited is None:
+        override = "++actor_rollout_ref.model.override_config"
         raise ValueError(
-            f"{config.model_type} has experts, and its config says neither {' nor '.join(EXPERTS_PER_TOKEN)} of how "
-            "many; set ++actor_rollout_ref.model.override_config.num_experts_per_tok=<experts a token visits> and "
-            "++actor_rollout_ref.model.override_config.num_experts=<experts of a layer>"
+            f"{config.model_type} has experts, and its config needs one of {', '.join(EXPERTS_PER_TOKEN)} and one of "
+            f"{', '.join(EXPERTS)}. Fix: {override}.num_experts_per_tok=<experts a token visits> "
+            f"{override}.num_experts=<experts of a layer>"
         )
-    return float(np.mean(visited) / np.mean(total))  # a list has a number for every layer
+    return float(np.mean(visited) / np.mean(total))  # a list has one number per layer

@@ -1,7 +1,7 @@
-"""Groups without a loss token are computed beside others, where those have room.
+"""Merge groups without loss tokens into other micro-batches.
 
-Several of verl's losses fail on a micro-batch without one. Such groups are verl's fillers, and those whose every
-response is masked.
+Several of verl's losses fail on a micro-batch without loss tokens. Such groups are verl's padding, and groups in which
+every response is masked.
 """
 
 import numpy as np
@@ -19,40 +19,40 @@ def cut_for_loss(
     at_least: int = 1,
     *,
     forward_only: bool = False,
-    levels: ActivationPolicy = ActivationPolicy(),  # noqa: B008
+    policy: ActivationPolicy = ActivationPolicy(),  # noqa: B008
 ) -> list[list[MicroBatch]]:
-    """``cut_micro_batches``, in which groups without a loss token join others where those have room.
+    """Return ``cut_micro_batches`` with groups without loss tokens merged into other micro-batches that have room.
 
-    Neighbours join in runs of an eighth of the limits, by which a micro-batch may exceed them. ``has_loss`` (B,) is by
-    index in the mini-batch. ``at_least`` above 1 is what another rank has, and then there are exactly as many.
+    Groups move in runs of up to an eighth of the token budget; a micro-batch may exceed the budget by as much.
+    ``has_loss`` is (B,) bool by index in the mini-batch. ``at_least`` above 1 is exact: another rank has as many.
     """
     most = limits.budget(order.num_tokens)
     group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
     joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
     missing = at_least - np.count_nonzero(~joins)
-    joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # other ranks need a micro-batch for each
+    joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # one micro-batch for each of the other rank's
     others, joining = (order.subset(np.flatnonzero(places)) for places in (~joins, joins))
     num_tokens = int(joining.num_new.sum())
     is_small = 8 * num_tokens <= most
     number = at_least if is_small or at_least > 1 else -(-int(order.num_new.sum()) // most)
-    joined = whole = cut_micro_batches(order, limits, weights, at_least, forward_only=forward_only, levels=levels)
+    joined = whole = cut_micro_batches(order, limits, weights, at_least, forward_only=forward_only, policy=policy)
 
     def lacking(groups: list[list[MicroBatch]]) -> int:
         return sum(not has_loss[part.sequences].any() for group in groups for part in group)
 
-    # A micro-batch without a loss token is worth up to eight more, which make room for what is in it.
+    # To avoid a micro-batch without loss tokens, up to eight more micro-batches are tried, which have more room.
     most_wanted = number + 8 * (at_least == 1 and lacking(whole) > 0)
     most_wanted = min(most_wanted, len(others.sequences)) if len(joining.sequences) else 0
     for wanted in range(number, most_wanted + 1):
-        cut = cut_micro_batches(others, limits, weights, wanted, forward_only=forward_only, levels=levels)
+        cut = cut_micro_batches(others, limits, weights, wanted, forward_only=forward_only, policy=policy)
         joined, exceed = _join(joining, cut, most)
         if is_small or (not exceed and (wanted == number or lacking(joined) < lacking(whole))):
             return joined
-    return joined if sum(map(len, whole)) > at_least > 1 else whole  # as many as the other rank needs
+    return joined if sum(map(len, whole)) > at_least > 1 else whole  # exactly as many as the other rank
 
 
 def _join(joining: PrefixOrder, groups: list[list[MicroBatch]], most: int) -> tuple[list[list[MicroBatch]], bool]:
-    """``groups`` with runs of ``joining`` in the micro-batches that hold least, and whether one then holds too much."""
+    """Return ``groups`` with runs of ``joining`` added to the smallest micro-batches, and whether one is too large."""
     parts = [part for group in groups for part in group]
     held, sequences = [part.num_tokens for part in parts], [list(part.sequences) for part in parts]
     run_of = np.cumsum(joining.num_new) * 8 // (most + 1)

@@ -1,6 +1,6 @@
-"""Bytes of an update from the sizes in a config: of a token by activation level, and beside tokens on a device.
+"""Memory model of an update: bytes of a token by activation level, and bytes of weights.
 
-They meet the peaks that were measured on H200s within 3%.
+Computed from the sizes in a config, within 3% of the peaks measured on H200s.
 """
 
 from dataclasses import dataclass
@@ -18,27 +18,27 @@ from verl_pg_plugin.planning.cost import EXPERTS_PER_TOKEN
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes of a token in one of a model's layers, every layer counted as attention where nothing else is said."""
+    """Bytes of a token in one layer. Every layer counts as attention, except for the cache."""
 
-    layers: int  # of the model
-    inputs: int  # of a layer, which checkpointing keeps at the least
+    layers: int  # number of layers
+    inputs: int  # the layer's inputs, which every level saves
     attention: int  # the attention kernel's output and log-sum-exp
-    rest: int  # all else that a layer's backward reads
-    gradients: int  # the most of them, and of what attention gathers, that stand beside all of that
-    caching_layers: int  # of the model, those whose keys and values are cached
-    key_value: int  # its keys and values
-    sums: int  # float32 sums of the gradients of both, where other micro-batches add to them
-    state: int  # what recurrent layers cache at a position where other micro-batches go on, over all of them
-    state_sums: int  # float32 sums of the gradients of that
-    logits: int  # of a token that runs the LM head, where all logits are held at once
+    rest: int  # everything else that the layer's backward reads
+    gradients: int  # peak of gradients and gathered KV during the layer's backward
+    caching_layers: int  # number of layers with cached keys and values
+    key_value: int  # keys and values
+    sums: int  # float32 gradient sums of keys and values that other micro-batches read
+    state: int  # cached states of all recurrent layers at one position
+    state_sums: int  # float32 gradient sums of these states
+    logits: int  # logits of a token that runs the LM head, for a head that holds all at once
 
     @classmethod
     def of(
         cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True, lm_head: bool = True
     ) -> "TokenBytes | None":
-        """Count from a text config, with ``itemsize`` bytes a number; None if it does not name the sizes.
+        """Count from a text config, with ``itemsize`` bytes per element; None if it does not name the sizes.
 
-        Layers that are not ``compiled`` hold more while they run backwards. A critic has no ``lm_head``.
+        Layers that are not ``compiled`` hold more in their backward. A critic has no ``lm_head``.
         """
         hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
         if not hidden or not heads:
@@ -48,82 +48,77 @@ class TokenBytes:
             return int(np.mean(getattr(config, name, None) or otherwise))  # a list where layers differ
 
         kv_heads, inner = size("num_key_value_heads", heads), size("intermediate_size", 4 * hidden)
-        visited = next((int(np.mean(found)) for name in EXPERTS_PER_TOKEN if (found := getattr(config, name, None))), 0)
+        visited = next((int(np.mean(n)) for name in EXPERTS_PER_TOKEN if (n := getattr(config, name, None))), 0)
         if visited:
             inner = visited * size("moe_intermediate_size", inner)
         key_width, value_width = max(attention_needs(config).head_dims)
-        width = max(key_width, value_width)  # narrower values are kept as wide as keys
-        keys, numbers = (heads + kv_heads) * key_width, kv_heads * (key_width + width)
-        # Inputs of the norms and matrices, queries and keys on both sides of the rotation, values, the MLP's three;
-        # tokens gathered for their experts, and what these return; factors of the norms.
+        width = max(key_width, value_width)  # values are padded to the width of keys
+        keys, key_value = (heads + kv_heads) * key_width, kv_heads * (key_width + width)
+        # Inputs of norms and matrices, queries and keys before and after the rotary embedding, values, three MLP
+        # activations, inputs and outputs of the experts, and the norms' factors.
         mlp = 3 * inner + 2 * visited * hidden
         rest = 3 * hidden + 2 * keys + kv_heads * value_width + mlp
         mixers = count_layers(config)
         states, inputs = map(sum, zip((0, 0), *(MIXERS[name].state_sizes(config) for name in mixers), strict=True))
-        beside_mlp = 2 * inner + visited * hidden + (0 if compiled else inner + 2 * hidden)
-        # What the MLP kept has gone. Gradients of the residual, the output, queries, these in float32, keys and values;
-        # of a gathered key itself, its value, the gradients of both, and those of each query head.
-        gathered = GATHERED_IN_BACKWARD * 2 * (numbers + heads * width)
-        beside = max(beside_mlp, hidden + 4 * heads * width + numbers + gathered - mlp)
-        norms = 0 if compiled else 2 * hidden + 2 * keys  # of attention, in float32
+        in_mlp = 2 * inner + visited * hidden + (0 if compiled else inner + 2 * hidden)
+        # In attention's backward the MLP's activations are freed. It holds gradients of the residual, the output,
+        # queries (also in float32), keys and values. Per gathered key: key, value, the gradients of both and those of
+        # each query head.
+        gathered = GATHERED_IN_BACKWARD * 2 * (key_value + heads * width)
+        in_attention = hidden + 4 * heads * width + key_value + gathered - mlp
+        norms = 0 if compiled else 2 * hidden + 2 * keys  # attention's norms, in float32
         return cls(
             layers=config.num_hidden_layers,
             inputs=itemsize * hidden,
             attention=heads * (itemsize * width + 4),
             rest=itemsize * rest + 4 * (2 + heads + kv_heads),
-            gradients=itemsize * (beside + norms),
+            gradients=itemsize * (max(in_mlp, in_attention) + norms),
             caching_layers=mixers[ATTENTION],
-            key_value=numbers * itemsize,
-            sums=numbers * max(itemsize, 4),
+            key_value=key_value * itemsize,
+            sums=key_value * max(itemsize, 4),
             state=4 * states + itemsize * inputs,
             state_sums=4 * (states + inputs),
             logits=itemsize * config.vocab_size * lm_head,
         )
 
-    def held(self, level: Level) -> int:
-        """Over all layers, between forward and backward, wherever it waits."""
+    def saved(self, level: Level) -> int:
+        """Bytes of a token that all layers save for the backward, on the device or the host."""
         rest = self.rest if level is Level.ALL else 0
         return self.layers * (self.inputs + (self.attention if level.keeps_attention else 0) + rest)
 
-    def waiting(self, level: Level) -> int:
-        """The part of ``held`` that is on the device: of what waits on the host that of two layers."""
-        return 2 * self.held(level) // self.layers if level.on_host else self.held(level)
-
-    def working(self, level: Level) -> int:
-        """Of the one layer that runs backwards."""
-        return self.gradients + (3 * self.inputs if level is Level.ALL else self.attention + self.rest)
-
     def on_device(self, level: Level) -> int:
-        """At the peak, in the backward of a layer."""
-        return self.waiting(level) + self.working(level)
+        """Peak bytes of a token on the device: saved ones, and those of the layer whose backward runs."""
+        # Two layers of a level on the host are on the device at once.
+        saved = 2 * self.saved(level) // self.layers if level.on_host else self.saved(level)
+        return saved + self.gradients + (3 * self.inputs if level is Level.ALL else self.attention + self.rest)
 
-    def beside(self, cached: int = 0, pending: int = 0, states: int = 0, pending_states: int = 0) -> int:
-        """Of a chunk of a split group: tokens and states that it reads, and those that it computes for later chunks."""
+    def cache_bytes(self, cached: int = 0, pending: int = 0, states: int = 0, pending_states: int = 0) -> int:
+        """Bytes of the tokens and states that a chunk reads, and of pending gradients of those it publishes."""
         of_tokens = self.caching_layers * (cached * (self.key_value + self.sums) + pending * self.sums)
         return of_tokens + states * (self.state + self.state_sums) + pending_states * self.state_sums
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of a model's weights and what comes with them, on one of the GPUs that FSDP spreads it over.
+    """Bytes of weights, gradients and optimizer states on each of the GPUs that FSDP shards a model over.
 
-    As verl's trainers set it: float32 weights, gradients and AdamW, bfloat16 activations.
+    verl's defaults are assumed: float32 weights, gradients and AdamW, bfloat16 activations.
     """
 
     weights: float
     gradients: float
     optimizer: float
-    gathered: float  # layers, embedding and LM head that are whole at the peak, and buffers of their gradients
-    head: float  # the gradient of an LM head that is trained and a chunk of logits; 0 without one
+    gathered: float  # layers, embedding and LM head unsharded at the peak, with their gradient buffers
+    head: float  # gradient of a trained LM head and one chunk of logits; 0 without a head
 
     @classmethod
     def of(
         cls, model: Any, num_gpus: int, chunk: int = 2048, *, keeps_weights: bool = False, keeps_gradients: bool = False
     ) -> "WeightBytes":
-        """Count a model, with adapters if it has them, before it is sharded over ``num_gpus``; on ``meta`` too.
+        """Count a model with its adapters before it is sharded over ``num_gpus``; ``meta`` tensors suffice.
 
-        ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts. What
-        FSDP ``keeps`` is whole: weights until the backward, gradients until the last micro-batch.
+        ``chunk`` is the tokens whose logits are held at once; 0 for all, which ``TokenBytes.logits`` counts. FSDP may
+        keep weights unsharded until the backward, and gradients until the last micro-batch.
         """
         config = model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1
@@ -132,7 +127,7 @@ class WeightBytes:
         layer = (weights - vocabulary) / layers
         lm_head = model.get_output_embeddings()
         head = 4.0 * (_numbers(lm_head, trained=True) + config.vocab_size * chunk) if lm_head is not None else 0.0
-        # Of two layers bfloat16 weights, and gradients in bfloat16 and twice in float32.
+        # Two layers: bfloat16 weights, and gradients once in bfloat16 and twice in float32.
         gathered = 2 * weights if keeps_weights else 2 * vocabulary + 4 * layer
         gathered += 10 * min(layer, trained / layers) + (4 * trained * (num_gpus - 1) / num_gpus) * keeps_gradients
         own, gradients = 4 * weights / num_gpus, 4 * trained / num_gpus
@@ -140,5 +135,5 @@ class WeightBytes:
 
 
 def _numbers(module: Any, trained: bool = False) -> int:
-    """Of its weights, or of those that are trained."""
+    """Number of a module's parameters, or of its trained ones."""
     return sum(weight.numel() for weight in module.parameters() if weight.requires_grad or not trained)
