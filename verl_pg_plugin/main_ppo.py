@@ -13,12 +13,12 @@ from verl.trainer import main_ppo as verls
 from verl.utils.device import auto_set_device
 
 from verl_pg_plugin.config.engage import engage_or_exit
-from verl_pg_plugin.config.options import added
+from verl_pg_plugin.config.options import force_add
 
 
 def main() -> None:
     """Entry point: user errors exit with code 2 and no traceback, a failed training with code 1."""
-    sys.argv[1:] = map(added, sys.argv[1:])
+    sys.argv[1:] = map(force_add, sys.argv[1:])
     _run()
 
 

@@ -107,7 +107,7 @@ def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, 
     (place,) = (i for i, line in enumerate(lines) if f"{key}=cutlass" in line)
     assert lines[place].startswith("  FAIL")
     assert lines[place + 1] == f"        fix: {key}=torch"
-    assert any("++prefix_grouper.logits_chunk_size=abc: is not an integer" in line for line in lines)
+    assert any("++prefix_grouper.logits_chunk_size=abc: must be an integer >= 0" in line for line in lines)
     assert lines[-1] == "prefix sharing: not ready (2 problems)"
 
 

@@ -17,7 +17,7 @@ from verl_pg_plugin.config.compile import layer_compilation
 from verl_pg_plugin.config.engage import add_sections
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
-from verl_pg_plugin.config.options import added
+from verl_pg_plugin.config.options import force_add
 from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rollout import rollout_parts, summary
 from verl_pg_plugin.config.rules import engine_of
@@ -29,7 +29,7 @@ def compose_config(overrides: list[str], folder: str = "", name: str = "") -> Di
     place = Path(folder or Path(__file__).parents[1] / "config/hydra").absolute()
     try:
         with initialize_config_dir(str(place), version_base=None):
-            config = compose(name or "pg_ppo_trainer", overrides=[*map(added, overrides)])
+            config = compose(name or "pg_ppo_trainer", overrides=[*map(force_add, overrides)])
         add_sections(config)
         OmegaConf.resolve(config.copy())
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # the last: Hydra's of prefix_grouper=null
