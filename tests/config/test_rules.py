@@ -33,7 +33,7 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
     (PADDED, f"{QAT}.enable=True", "", "in padded groups", f"{QAT}.enable=False"),
     (PACKED, f"{MODEL}.lora_rank=8 {COMPILED}", "", "each LoRA adapter as an FSDP unit", "=False"),
     (PADDED, COMPILED, "", "padded groups", "=False"),
-    (PACKED, f"{MODEL}.path={{models}}/gemma2 {FUSED}", "", "changes what its head puts out", ""),
+    (PACKED, f"{MODEL}.path={{models}}/gemma2 {FUSED}", "", "changes the output of its head", ""),
     (PACKED, f"{FUSED} {BACKEND}=cutlass", "", "is unknown", "=torch"),
     (PACKED, f"{FUSED} {BACKEND}=triton", "", "needs a GPU", "=torch"),
     (PACKED, f"trainer.nnodes=2 {ACTOR}.{SP}=3", "", "4 query and 2 key/value heads cannot be spread", f"{SP}=2"),
@@ -122,7 +122,7 @@ def test_float32_is_refused_where_a_gpu_kernel_computes_none(config_of) -> None:
     config = {f"{key}.param_dtype": "fp32"}
     (issue,) = errors(config_of(config))
     assert issue.setting == f"{key}.param_dtype=fp32"
-    assert issue.why == "on a GPU ++prefix_grouper.attention_kernel=auto computes in bf16 and fp16 alone"
+    assert issue.why == "on a GPU ++prefix_grouper.attention_kernel=auto supports only bf16 and fp16"
     assert issue.fix == f"{key}.param_dtype=bf16, or ++prefix_grouper.attention_kernel=sdpa (slow)"
     assert errors(config_of({**config, "prefix_grouper.attention_kernel": "sdpa"})) == []
     assert errors(config_of({f"{key}.param_dtype": "bf16"})) == []
@@ -138,7 +138,7 @@ def test_dropout_of_an_adapter_is_refused_with_the_file_that_says_it(config_of, 
     file.write_text('{"r": 8, "lora_dropout": 0.05}')
     (issue,) = errors(config_of(settings))
     assert issue.setting == f"{MODEL}.lora_adapter_path={tmp_path}"
-    assert issue.why.startswith(f"{file} says lora_dropout=0.05, ")
+    assert issue.why.startswith(f"{file} has lora_dropout=0.05, ")
     assert issue.fix == f"set lora_dropout to 0 in that file, or {STOCK}"
     assert errors(config_of({**settings, f"{MODEL}.lora_rank": 0})) == [], "verl loads no adapter"
     for content in ('{"lora_dropout": 0.0}', '{"peft_type": "IA3"}', '{"lora_dropout": null}', "{", "[]"):
