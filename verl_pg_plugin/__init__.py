@@ -1,11 +1,8 @@
 """RL training in verl that computes every shared prompt once and no padding tokens.
 
-verl imports this package in each of its processes (entry point group ``verl.plugins``). The import registers the
-engines after verl's own, and the CPU default if VERL_PLATFORM=cpu. Their modules load when a run selects the mode.
-Without verl the import loads nothing; the package registers once verl is imported.
-
-A failed registration is logged as a warning, because verl would swallow an exception. A run that selects the mode
-still ends: here if its command line has the flag, else in preflight or ``PrefixGrouperEngineConfig``.
+verl imports this package in each of its processes (entry point group ``verl.plugins``). The package registers its
+engines once verl is imported; their modules load when a run selects the mode. A failed registration is a warning,
+because verl would swallow an exception, until a run selects the mode: then it ends.
 """
 
 from __future__ import annotations

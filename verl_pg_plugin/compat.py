@@ -183,10 +183,7 @@ def _problem(path: str) -> str:
 
 
 def difference(owner: Any, name: str, wanted: str, *, exactly: bool = False) -> str:
-    """Return how the parameters of a function differ from ``wanted``, or ''.
-
-    Unless ``exactly``, the order may differ and more parameters are accepted.
-    """
+    """Return how a function's parameters differ from ``wanted``, or ''. Unless ``exactly``, it may have more."""
     function: Any = getattr(owner, name, None)
     try:
         taken = [*inspect.signature(function).parameters]

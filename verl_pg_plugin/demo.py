@@ -16,7 +16,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-# Without digits, which a tiny model would have to learn to ignore.
 SYSTEM_PROMPT = "You add two numbers. Reply with the sum in digits and nothing else: no words, no spaces, no signs."
 PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
 """All questions and answers."""
@@ -117,15 +116,10 @@ def warm_up(
     reply: Callable[[str, str], list[tuple[str, bool]]] | None = None,
     length: int = 0,
 ) -> None:
-    """Train in place on the answers, so that the reward starts above zero.
+    """Train in place, ``steps`` of AdamW on 32 questions each, so that the reward starts above zero.
 
-    Three quarters of the steps omit the system message: attention learns to locate two digits much faster among thirty
-    characters than among hundreds, and rotary positions transfer this to the full prompt.
-
-    Args:
-        steps: AdamW steps of 32 questions each.
-        reply: returns the texts after the prompt of (question, answer), each with a flag to train on it.
-        length: characters of the system message.
+    ``reply(question, answer)`` returns the texts after a prompt, each with a flag to train on it. Three quarters of the
+    steps omit the system message: attention locates two digits faster among thirty characters than among hundreds.
     """
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=1e-3), random.Random(seed)
     for step in range(steps):

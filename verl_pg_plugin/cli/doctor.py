@@ -39,20 +39,12 @@ def add_parser(subparsers: Any) -> None:
         help="check this machine, and a set of overrides, without starting anything",
         description="Exit code 0: no check fails. 1: a check fails (see its fix). 2: Hydra refuses the overrides.",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="OVERRIDE",
-        help="overrides of python -m verl_pg_plugin.main_ppo or verl.trainer.main_ppo to check",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="import verl as a worker does, and check engines and signatures; overrides imply it (half a minute)",
-    )
-    parser.add_argument("--config-path", "-cp", default="", help="config folder of another entry point")
-    parser.add_argument("--config-name", "-cn", default="", help="name of a config in that folder")
-    parser.add_argument("--json", action="store_true", help="write the checks and the verdict as JSON")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="OVERRIDE", help="overrides of a run to check; they imply --full")
+    add("--full", action="store_true", help="import verl as a worker does, and check engines and signatures (30 s)")
+    add("--config-path", "-cp", default="", help="config folder of another entry point")
+    add("--config-name", "-cn", default="", help="name of a config in that folder")
+    add("--json", action="store_true", help="write the checks and the verdict as JSON")
     parser.set_defaults(run=run)
 
 
@@ -180,11 +172,7 @@ def fresh_process() -> dict[str, Any]:
 
 
 def report_process(is_loaded: bool) -> None:
-    """Print the platform, engines and errors of this process as a line of JSON.
-
-    Args:
-        is_loaded: the import of verl has loaded the plugin.
-    """
+    """Print the platform, engines and errors of this process as JSON; ``is_loaded``: verl has loaded the plugin."""
     from verl.plugin.platform import get_platform
     from verl.utils.device import get_vendor
 

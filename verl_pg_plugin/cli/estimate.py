@@ -139,10 +139,7 @@ def _sorted(tokenizer: Any, texts: list[tuple[str, str]]) -> tuple[PrefixOrder, 
 
 
 def _with_responses(prompts: IntArray, shared: IntArray, args: argparse.Namespace) -> tuple[PrefixOrder, IntArray]:
-    """Return the prefix order of ``--n`` responses to each of G prompts, and the prompt lengths (G * n,).
-
-    ``shared`` (G,) counts the tokens that a prompt shares with the previous one.
-    """
+    """Return the order of ``--n`` responses to G prompts; each shares ``shared`` (G,) tokens with the previous one."""
     if (number := len(prompts) * args.n) > MAX_SEQUENCES:
         raise CommandError(f"--n={args.n}: {number:,} sequences are more than {MAX_SEQUENCES:,}. Fix: --n <fewer>")
     lengths = np.repeat(prompts, args.n)

@@ -15,7 +15,7 @@ from verl_pg_plugin.cli import FAIL, MODE, OK, WARN, Check, CommandError
 from verl_pg_plugin.config.checkpoint import read_checkpoint
 from verl_pg_plugin.config.compile import layer_compilation
 from verl_pg_plugin.config.engage import add_sections
-from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.keys import ACTOR, OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.config.options import force_add
 from verl_pg_plugin.config.preflight import preflight
@@ -60,8 +60,8 @@ def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
     if mode.shares_prefixes:
         lines.append(Check(OK, "rollouts", summary(rollout_parts(config))))
     for issue in issues:
-        fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
-        lines.append(Check(WARN if issue.is_warning else FAIL, "settings", f"{issue.where}: {issue.why}", fix))
+        status = WARN if issue.is_warning else FAIL
+        lines.append(Check(status, "settings", f"{issue.where}: {issue.why}", issue.fix))
     return lines
 
 

@@ -90,8 +90,12 @@ def compiler_obstacle(device: str, flat_parameters: bool = False) -> str:
         return "torch.compile is switched off; unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
     if config.suppress_errors:
         return "torch would hide failures and run layers uncompiled; unset TORCHDYNAMO_SUPPRESS_ERRORS"
-    if flat_parameters and (why := _flat_parameters_obstacle()):
-        return why
+    if flat_parameters:
+        from torch._dynamo.variables import builder
+
+        source = inspect.getsource(builder)
+        if not (MANAGED in source and WHOLE in source):
+            return f"this torch does not read {WHOLE} of FSDP1 layers (strategy=fsdp); layers of strategy=fsdp2 compile"
     if device != "cuda":
         cxx = os.environ.get("CXX", "g++")  # torch tries nothing else on Linux
         return "" if shutil.which(cxx) else f"torch.compile needs a C++ compiler and does not find {cxx}"
@@ -103,13 +107,3 @@ def compiler_obstacle(device: str, flat_parameters: bool = False) -> str:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "Triton needs Python.h, which is missing: install python3-dev"
     return ""
-
-
-def _flat_parameters_obstacle() -> str:
-    """Return why ``let_flat_parameters_compile`` has no effect with the installed torch, or '' if it has."""
-    from torch._dynamo.variables import builder
-
-    source = inspect.getsource(builder)
-    if MANAGED in source and WHOLE in source:
-        return ""
-    return f"this torch does not read {WHOLE} of FSDP1 layers (strategy=fsdp); layers of strategy=fsdp2 compile"

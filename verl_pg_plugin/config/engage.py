@@ -24,12 +24,8 @@ STOCK_ENGINE_CONFIGS = ("verl.workers.config.FSDPEngineConfig", "verl.workers.co
 def engage(config: DictConfig, *, from_ours: bool = False) -> None:
     """Add our engine configs and options to a config whose flag is set, in place and idempotently, and check it.
 
-    Args:
-        config: composed from verl's ``ppo_trainer``. The user's settings in our sections are kept.
-        from_ours: check stock runs too, and run verl's own validation, as our entry point does.
-
-    Raises:
-        ConfigError: if a rule refuses a setting.
+    The user's settings in our sections are kept. ``from_ours`` checks stock runs too and runs verl's own validation.
+    ConfigError if a rule refuses a setting.
     """
     add_sections(config)
     enabled = _is_enabled(config)
@@ -44,8 +40,7 @@ def engage(config: DictConfig, *, from_ours: bool = False) -> None:
 def engage_or_exit(config: DictConfig, *, from_ours: bool = False) -> None:
     """Call ``engage`` for an entry point: errors exit with code 2 and no traceback.
 
-    If Ray already runs, a recipe with its own trainer calls this. It must set our engine configs itself; a flag without
-    them raises ConfigError.
+    If Ray already runs, the caller is a recipe with its own trainer; a flag without our engine configs is an error.
     """
     if from_ours or not ray.is_initialized():
         try:

@@ -73,7 +73,6 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "rollout": ("auto", "off"),
 }
 """Options with a fixed list of values."""
-_RENAMED = {"carry": "prefix_cache"}
 
 
 def force_add(override: str) -> str:
@@ -89,7 +88,7 @@ def option_issues(options: Mapping[str, Any], section: str = f"++{OPTIONS}") -> 
             if fault := _fault(name, value):
                 yield Issue(setting, fault[0], f"{section}.{name}={fault[1]}")
         elif name != "_target_":
-            close = [_RENAMED[name]] if name in _RENAMED else difflib.get_close_matches(name, OPTION_NAMES, n=1)
+            close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"no such option; the options are {', '.join(OPTION_NAMES)}"
             fix = f"did you mean {section}.{close[0]}={value}?" if close else "remove it"
             yield Issue(setting, why, fix)

@@ -216,32 +216,23 @@ def padded_groups(engine: Engine) -> Iterator[Issue]:
     """Check that padded groups reach the model whole and in order. Packed mode supports all of these settings."""
     if engine.mode is not Mode.PADDED_GROUPS:
         return
-    packed = f"{engine.model_section}.use_remove_padding=True (packed mode, which supports it)"
-    padding = engine.model_setting("use_remove_padding")
-
-    def refuse(setting: str, why: str) -> Issue:
-        return Issue(setting, why, f"{packed}, or leave the setting out")
-
-    if engine.role == CRITIC and engine.get("use_dynamic_bsz") is not False:
-        yield refuse(padding, "verl cuts the critic's micro-batches by tokens, which padded groups do not support")
-    elif engine.get("batches_by_tokens"):  # known only before Ray starts, and not for SFT
-        switch = f"{engine.role}.{'log_prob_' if engine.role == REF else ''}use_dynamic_bsz"
-        yield refuse(f"{switch}=True", "dynamic micro-batches cut groups by token count")
-    if engine.of_model("use_fused_kernels"):
-        why = "the LM head of padded groups bypasses verl's fused kernels"
-        yield refuse(engine.model_setting("use_fused_kernels"), why)
-    if engine.sp_size > 1:
-        why = "sequence parallelism would cut padded groups"
-        yield refuse(f"{engine.sp_key}={engine.sp_size}", why)
-    if engine.get("pad_to_length"):
-        why = "padded groups are padded to the longest group"
-        yield refuse(f"{engine.section}.pad_to_length=True", why)
+    padding, model_type = engine.model_setting("use_remove_padding"), getattr(engine.hf_config, "model_type", "")
+    cut, switch = engine.get("use_dynamic_bsz"), f"{'log_prob_' if engine.role == REF else ''}use_dynamic_bsz"
+    by_tokens = engine.get("batches_by_tokens")  # known only before Ray starts, and not for SFT
     supported = (mixer for mixer in _mixers(engine) if not mixer.obstacles(engine.hf_config.get_text_config()))
-    if packed_only := [mixer.name for mixer in supported if not mixer.padded_groups]:
-        why = f"{', '.join(packed_only)} layers of {engine.hf_config.model_type} support packed mode only"
-        yield refuse(padding, why)
-    if _encodes_images(engine):
-        yield refuse(padding, f"{engine.hf_config.model_type} reads images, which padded groups do not support")
+    packed_only = ", ".join(mixer.name for mixer in supported if not mixer.padded_groups)
+    fused = engine.model_setting("use_fused_kernels")
+    refused = (
+        (engine.role == CRITIC and cut is not False, padding, "verl cuts the critic's micro-batches by token count"),
+        (by_tokens, f"{engine.role}.{switch}=True", "dynamic micro-batches cut groups by token count"),
+        (engine.of_model("use_fused_kernels"), fused, "the LM head of padded groups bypasses verl's fused kernels"),
+        (engine.sp_size > 1, f"{engine.sp_key}={engine.sp_size}", "sequence parallelism would cut padded groups"),
+        (engine.get("pad_to_length"), f"{engine.section}.pad_to_length=True", "groups are padded to the longest group"),
+        (packed_only, padding, f"{packed_only} layers of {model_type} support packed mode only"),
+        (_encodes_images(engine), padding, f"{model_type} reads images, which padded groups do not support"),
+    )
+    packed = f"{engine.model_section}.use_remove_padding=True (packed mode, which supports it)"
+    yield from (Issue(setting, why, f"{packed}, or leave the setting out") for wrong, setting, why in refused if wrong)
 
 
 def packages(engine: Engine) -> Iterator[Issue]:
