@@ -40,10 +40,7 @@ REFUSED_TYPES: dict[str, str] = {
 
 
 def architecture_issues(hf_config: PretrainedConfig, trust_remote_code: bool, value_model: bool = False) -> list[Issue]:
-    """Return every reason why a checkpoint cannot share prefixes.
-
-    The engine checks a model class from the checkpoint itself when it builds the model.
-    """
+    """Return the issues of a checkpoint. The engine checks a model class from the checkpoint when it builds it."""
     issues = config_issues(hf_config)
     auto_name = "AutoModelForTokenClassification" if value_model else "AutoModelForCausalLM"
     custom_class = trust_remote_code and auto_name in (getattr(hf_config, "auto_map", None) or {})
@@ -96,12 +93,9 @@ def keyword_issues(module_class: type[nn.Module]) -> list[Issue]:
 
 def _random_fields(text: PretrainedConfig) -> list[Issue]:
     """Return the fields that enable dropout or router jitter. verl clears those of a value model's head."""
+    why = "a shared prefix would draw random numbers once for all its responses"
     return [
-        Issue(
-            f"{OVERRIDE}.{name}={value}",
-            f"the config has {name}={value}, and a shared prefix would draw random numbers once for all responses",
-            f"++{OVERRIDE}.{name}=0.0",
-        )
+        Issue(f"{OVERRIDE}.{name}={value}", f"the config has {name}={value}, and {why}", f"++{OVERRIDE}.{name}=0.0")
         for name, value in text.to_dict().items()
         if re.search("drop|jitter", name) and not re.match("(classifier|summary|encoder)_", name)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -56,9 +56,8 @@ def call_before(entry_point: str, action: Callable[[Any], None]) -> None:
     """Call ``action`` with the composed config of a run before one of verl's entry points uses it.
 
     What: ``verl.utils.config.validate_config`` or ``verl.trainer.main_ppo.run_ppo`` calls ``action(config)`` first.
-    verl's own entry point imports the former by name after it has loaded plugins; its ``run_ppo`` is
-    ``__main__.run_ppo``. Recipes, for example verl's one-step-off and fully async ones, validate inside Ray or not at
-    all, and import ``run_ppo``.
+    verl's own entry point imports only the former, after its plugins. Recipes import ``run_ppo`` and validate inside
+    Ray or not at all.
     Why: verl passes ``actor.use_prefix_grouper=True`` to no engine and silently trains without sharing. It has no hook
     for plugins between the composition of a config and the start of Ray.
     Remove when: verl passes ``actor.use_prefix_grouper`` to its engines, or drops the flag.
@@ -117,8 +116,7 @@ def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *param
 
     What: the global ``name`` of ``modeling``, which has these parameters, passes a call with ``prefix_grouper`` to
     ``packed``. It drops the keyword if it is None.
-    Why: Gated DeltaNet layers call two globals with the keywords of the model's forward; transformers has no registry
-    for them.
+    Why: Gated DeltaNet layers call two globals with the keywords of the model's forward.
     Versions: transformers 5.15 to 5.24; earlier versions store the functions in each layer.
     Remove when: transformers has an interface for linear attention.
     """

@@ -34,10 +34,8 @@ def run(args: argparse.Namespace) -> None:
     patch(folder)
     undo = f"rename {BACKUP_FILE} to config.json"
     if not (folder / BACKUP_FILE).exists():  # a copy of the folder may lack it
-        undo = f"{' and '.join(AUTO_MAP)} from auto_map in config.json"
-    sys.stdout.write(
-        f"{folder}: patched; load it with trust_remote_code=True. To undo it, remove {MODELING_FILE} and {undo}\n"
-    )
+        undo = f"and {' and '.join(AUTO_MAP)} from auto_map in config.json"
+    sys.stdout.write(f"{folder}: patched; load it with trust_remote_code=True. Undo: remove {MODELING_FILE}, {undo}\n")
 
 
 def patch(folder: Path) -> None:
@@ -54,17 +52,13 @@ def patch(folder: Path) -> None:
         raise CommandError(f"{config_path} is not JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type != "qwen3":
-        raise CommandError(
-            f"{config_path} is not a Qwen3 checkpoint: model_type is {model_type!r}; "
-            "other architectures need no patch in packed mode (model.use_remove_padding=True)"
-        )
+        why = f"model_type is {model_type!r}, not 'qwen3'; other architectures need no patch in packed mode"
+        raise CommandError(f"{config_path}: {why}")
     auto_map = config.get("auto_map") or {}
     foreign = {name: auto_map[name] for name, ours in AUTO_MAP.items() if auto_map.get(name, ours) != ours}
     if foreign:
-        raise CommandError(
-            f"auto_map in {config_path} already points to {', '.join(foreign.values())}; "
-            f"remove {' and '.join(foreign)} from it to use {MODELING_FILE}"
-        )
+        why = f"auto_map in {config_path} already points to {', '.join(foreign.values())}"
+        raise CommandError(f"{why}. Fix: remove {' and '.join(foreign)} from it")
     # The file of each release contains this command.
     if modeling.exists() and not backup.exists() and b"verl_pg_plugin patch-model" not in modeling.read_bytes():
         raise CommandError(f"{modeling} exists and patch-model did not write it. Fix: move it away")

@@ -65,11 +65,11 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
     """Return the name of the engine that verl would build here; RuntimeError unless it is or derives from ours."""
     engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
     if not any(base.__module__.startswith("verl_pg_plugin.") for base in engine_cls.__mro__):
+        name = f"{engine_cls.__module__}.{engine_cls.__qualname__} for strategy {strategy}"
         raise RuntimeError(
-            f"actor.use_prefix_grouper=True: but verl would build {engine_cls.__module__}.{engine_cls.__qualname__} "
-            f"for strategy {strategy} and silently share nothing. Fix: unset VERL_ENGINE_DEVICE and "
-            "VERL_ENGINE_VENDOR, include verl_pg_plugin in VERL_USE_EXTERNAL_PLUGINS, and run python -m "
-            "verl_pg_plugin doctor"
+            f"actor.use_prefix_grouper=True, but verl would build {name} and silently share nothing. Fix: unset "
+            "VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR, include verl_pg_plugin in VERL_USE_EXTERNAL_PLUGINS, and run "
+            "python -m verl_pg_plugin doctor"
         )
     return str(engine_cls.__qualname__)
 

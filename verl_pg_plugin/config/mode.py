@@ -100,11 +100,9 @@ class Engine:
         return size if isinstance(size, int) and size > 0 else 1
 
     def get(self, path: str) -> Any:
-        """Return a value of the engine config, or None."""
         return _read(self.config, path)
 
     def of_model(self, path: str) -> Any:
-        """Return a value of the model config, or None."""
         return _read(self.model, path)
 
     def model_setting(self, path: str) -> str:
@@ -112,11 +110,11 @@ class Engine:
         return f"{self.model_section}.{path}={self.of_model(path)}"
 
     def option(self, name: str) -> Any:
-        """Return a value of the section ``prefix_grouper``, or None."""
         return _read(self.config, f"{OPTIONS}.{name}")
 
 
 def _read(section: Any, path: str) -> Any:
+    """Return the value at a dotted path of a mapping or dataclass, or None."""
     for name in path.split("."):
         section = section.get(name) if hasattr(section, "get") else getattr(section, name, None)
     return section

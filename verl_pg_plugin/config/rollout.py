@@ -22,6 +22,8 @@ UNSUPPORTED = (
 )
 """vLLM settings that turn shared decode off unless they have their defaults."""
 
+OUR_SAMPLER = {"path": "pkg://verl_pg_plugin.rollout.replay_buffer", "name": "prompt_replay_buffer"}
+
 
 class Part(NamedTuple):
     """A part of ``rollout/``: its name, why it is off (empty if it is on), and the settings that turn it on."""
@@ -33,15 +35,11 @@ class Part(NamedTuple):
 
 def rollout_parts(config: DictConfig) -> list[Part]:
     """Return all parts, for a config before or after ``engage_rollouts``."""
-    sampler = {"path": "pkg://verl_pg_plugin.rollout.replay_buffer", "name": "prompt_replay_buffer"}
+    sampler = {f"{SAMPLER}.custom_sampler.{key}": value for key, value in OUR_SAMPLER.items()}
     parts = [
         Part("routing by prompt", _routing_obstacle(config), {ROUTER: ROUTER_FILE}),
         Part("shared decode", _decode_obstacle(config), {f"{VLLM}.additional_config.{SHARED_DECODE}": True}),
-        Part(
-            "no wait for the sampler",
-            _sampler_obstacle(config, sampler["name"]),
-            {f"{SAMPLER}.custom_sampler.{key}": value for key, value in sampler.items()},
-        ),
+        Part("no wait for the sampler", _sampler_obstacle(config), sampler),
     ]
     option = OmegaConf.select(config, f"{OPTIONS}.rollout")
     return [part if option == "auto" else part._replace(obstacle=f"{ROLLOUT_OPTION}={option}") for part in parts]
@@ -114,10 +112,10 @@ def _decode_obstacle(config: DictConfig) -> str:
     return ""
 
 
-def _sampler_obstacle(config: DictConfig, ours: str) -> str:
+def _sampler_obstacle(config: DictConfig) -> str:
     if not OmegaConf.select(config, "trainer.use_v1"):
         return "trainer.use_v1=False: V0 does not wait"
-    if (name := OmegaConf.select(config, f"{SAMPLER}.custom_sampler.name")) not in (None, ours):
+    if (name := OmegaConf.select(config, f"{SAMPLER}.custom_sampler.name")) not in (None, OUR_SAMPLER["name"]):
         return f"{SAMPLER}.custom_sampler.name={name}"
     # verl passes these to its own sampler only.
     for key in ("algorithm.filter_groups.enable", f"{SAMPLER}.sync_refill_failed_groups"):

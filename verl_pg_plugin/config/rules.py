@@ -182,10 +182,7 @@ def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
         elif level in {other.value for other in Level} - {"all"}:
             yield Issue(f"{activations}={level}", why, f"{key}=True, or {activations}=all", is_warning=True)
     elif engine.role != REF and casts and kind in FLOAT32_ANGLE_TYPES and not FSDP2_CASTS_AGAIN:
-        why = (
-            f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype, and "
-            "the first update fails, in stock verl too"
-        )
+        why = f"FSDP2 of torch {torch.__version__} fails to recompute {kind} layers: rotary angles of another dtype"
         fix = f"{key}=False, or {engine.role}.strategy=fsdp, or pip install 'torch>=2.13'"
         yield Issue(f"{key}=True", why, fix)
 
@@ -199,10 +196,7 @@ def attn_implementation(engine: Engine) -> Iterator[Issue]:
         why = "attention over shared prefixes replaces it"
         yield Issue(f"{key}={name}", why, f"++{key}=sdpa", is_warning=True)
     elif engine.mode is Mode.PACKED and name == "flash_attention_2" and not runs and _encodes_images(engine):
-        why = (
-            f"the vision encoder of {engine.hf_config.model_type} would run {name}, verl's default, which needs a GPU "
-            f"and flash-attn; this machine's device is {engine.device!r}"
-        )
+        why = f"the vision encoder of {engine.hf_config.model_type} would run it, and it needs a GPU and flash-attn"
         yield Issue(f"{key}={name}", why, f"++{key}=sdpa")
 
 
