@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 def rollout_parts(config: DictConfig) -> list[Part]:
     """Return all parts, for a config before or after ``engage_rollouts``."""
-    sampler = {f"{SAMPLER}.custom_sampler.{key}": value for key, value in OUR_SAMPLER.items()}
+    sampler: dict[str, object] = {f"{SAMPLER}.custom_sampler.{key}": value for key, value in OUR_SAMPLER.items()}
     parts = [
         Part("routing by prompt", _routing_obstacle(config), {ROUTER: ROUTER_FILE}),
         Part("shared decode", _decode_obstacle(config), {f"{VLLM}.additional_config.{SHARED_DECODE}": True}),
