@@ -43,9 +43,9 @@ CHECKPOINTS = next(name for name in ("__init_subclass__", "__call__") if name in
             modeling_qwen3_5.Qwen3_5GatedDeltaNet,
             "forward",
             _renamed,
-            "does not name causal_conv1d_fn, chunk_gated_delta_rule|torch_chunk_gated_delta_rule",
+            "does not use causal_conv1d_fn, chunk_gated_delta_rule|torch_chunk_gated_delta_rule",
         ),
-        (GradientCheckpointingLayer, CHECKPOINTS, None, "is gone, or not its own"),
+        (GradientCheckpointingLayer, CHECKPOINTS, None, "is gone or inherited"),
     ],
     ids=["as in transformers 5.24", "as in transformers 5.15", "as in transformers 5.23"],
 )
@@ -90,7 +90,7 @@ def overridden(engine_cls: type) -> set[str]:
 @pytest.mark.parametrize("engine_cls", [SharedPrefixLanguageModel, SharedPrefixValueModel, StockValueModelOnCPU])
 def test_every_method_that_our_engines_override_is_looked_at(engine_cls: type) -> None:
     assert overridden(engine_cls)
-    assert overridden(engine_cls) <= compat.TAKES.keys()
+    assert overridden(engine_cls) <= compat.SIGNATURES.keys()
 
 
 def test_every_attribute_of_verls_engine_that_ours_reads_is_declared_and_looked_at() -> None:
@@ -120,4 +120,4 @@ def test_where_verl_can_import_veomni_the_doctor_and_this_list_look_at_its_engin
     assert json.loads(process)["engines"][-1] == asdict(engine)
     problems, methods = json.loads(last)
     assert problems == []
-    assert set(methods) <= compat.TAKES.keys()
+    assert set(methods) <= compat.SIGNATURES.keys()

@@ -1,4 +1,4 @@
-"""Do something once another package's module has been imported, whoever imports it and whenever."""
+"""Run an action when a module of another package has been imported."""
 
 import sys
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Any
 
 registrations: list[Callable[[], object]] = []
-"""``verl_pg_plugin.register``, for preflight and engine configs: they may not import what is above them."""
+"""``verl_pg_plugin.register``, for preflight and engine configs, which must not import the package root."""
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:
-    """Call ``action`` now if the module is there, else once, as soon as its import has ended; its errors are raised."""
+    """Call ``action`` now if the module is loaded, else once after its import. Errors of the action propagate."""
     finder = _AfterImport(name, action)
     if name in sys.modules:
         action()
@@ -23,9 +23,9 @@ def after_import(name: str, action: Callable[[], object]) -> None:
 
 @dataclass
 class _AfterImport(MetaPathFinder):
-    """Finds one module as the finders behind it do, and runs the action once.
+    """Find one module with the finders after this one, and run the action once.
 
-    It stays in ``sys.meta_path``: a thread that walks along the list while something is removed skips a finder.
+    It stays in ``sys.meta_path``: a thread that iterates over the list during a removal would skip a finder.
     """
 
     name: str
@@ -35,15 +35,15 @@ class _AfterImport(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != self.name or self.acted or self not in (finders := [*sys.meta_path]):
             return None
-        behind = finders[finders.index(self) + 1 :]
-        found = (finder.find_spec(fullname, path, target) for finder in behind if hasattr(finder, "find_spec"))
-        spec = next(filter(None, found), None)
+        later = finders[finders.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in later if hasattr(finder, "find_spec"))
+        spec = next(filter(None, specs), None)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def run_then_act(module: ModuleType) -> None:
-            run(module)  # an import that fails may be tried again
+            run(module)  # a failed import may be retried
             if not self.acted:
                 self.acted = True
                 self.action()

@@ -1,7 +1,7 @@
-"""Which verl, transformers and torch this package was tested with, and their names that it builds on.
+"""Tested versions of verl, transformers and torch, and the names of theirs that this package depends on.
 
-These names it overrides, patches or reads although they are private. What is merely imported needs no check: it fails
-by name. These fail later, or change what runs without a word. ``doctor --full`` says what differs.
+The package overrides, patches or privately reads these names. A change in one of them would fail late or silently, so
+``doctor --full`` checks them. Imported public names need no check: they fail on import.
 """
 
 import inspect
@@ -20,7 +20,7 @@ _ROUTER = "verl.utils.veomni.router_replay.VeOmniRouterReplay"
 _BALANCER = "verl.workers.rollout.router.RequestLoadBalancer"
 _LAYERS = "transformers.models"
 
-TAKES = {
+SIGNATURES = {
     # overridden or called
     f"{_FSDP}.FSDPEngine.__init__": "model_config engine_config optimizer_config checkpoint_config",
     f"{_FSDP}.FSDPEngine._build_module": "",
@@ -64,7 +64,7 @@ TAKES = {
     f"{_FSDP}.CPUOffloadPolicy": "pin_memory",
     "verl.utils.distributed.initialize_global_process_group_ray": "timeout_second backend",
 }
-"""Parameters, beside ``self``, that a function must take under these names, or one of several."""
+"""Parameter names that a function must have besides ``self``; | separates alternatives."""
 
 _PRIVATE = (
     "verl.workers.engine.base.EngineRegistry._engines",
@@ -73,7 +73,7 @@ _PRIVATE = (
     "transformers.PretrainedConfig._attn_implementation",
     "transformers.PreTrainedModel._no_split_modules",
     "transformers.PreTrainedModel._supports_attention_backend",
-    # Where it checkpoints, see compiled layers.
+    # decides where it checkpoints, see engine/compiled_layers.py
     "transformers.modeling_layers.GradientCheckpointingLayer.__call__|__init_subclass__",
     "torch._C._dynamo.eval_frame._set_lru_cache",
     "torch._dynamo.config._make_closure_patcher",
@@ -83,9 +83,9 @@ _PRIVATE = (
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
 )
-"""Names that must be there, in a class as its own."""
+"""Names that must exist; a class must define them itself."""
 
-_DELTA_NET = "causal_conv1d_fn chunk_gated_delta_rule|torch_chunk_gated_delta_rule"  # which shared prefixes replace
+_DELTA_NET = "causal_conv1d_fn chunk_gated_delta_rule|torch_chunk_gated_delta_rule"  # replaced with shared prefixes
 _NAMES_WITHIN = {
     f"{_FSDP}.FSDPEngine.__init__": "model_config engine_config rank pad_to_length pad_to_length_bucket "
     "compute_entropy_from_logits scaler _autocast_dtype _is_lora _uses_fsdp2_cpu_offload_policy",
@@ -103,7 +103,7 @@ _NAMES_WITHIN = {
     f"{_VEOMNI}.VeOmniEngine._build_model_optimizer": "module",
     "torch.nn.Module.register_buffer": "_buffers",
 }
-"""Attributes, or functions of its file, that a function reads or sets under these names, or one of several."""
+"""Attributes or globals that the body of a function must use; | separates alternatives."""
 
 _OPTIONAL = {
     "verl.trainer.ppo.v1.": "verl.trainer.ppo.v1",
@@ -112,41 +112,41 @@ _OPTIONAL = {
     _VEOMNI: "veomni",
     _ROUTER: "veomni",
 }
-"""How names begin that are of no use without a module; the plugin runs without any of these."""
+"""Prefixes of names that are checked only if a module is installed; the plugin runs without these modules."""
 
-NAMES = (*(TAKES | _NAMES_WITHIN), *_PRIVATE)
-"""That ``problems`` looks at."""
+NAMES = (*(SIGNATURES | _NAMES_WITHIN), *_PRIVATE)
+"""Names that ``problems`` checks."""
 
 
 @cache
 def requirements(extra: str = "") -> dict[str, Requirement]:
-    """What this package's metadata asks for, by name, with that of an extra; empty where it is not installed."""
+    """Return the requirements of this package and of an extra by name; {} if the package is not installed."""
     try:
         declared = [Requirement(line) for line in requires("verl-pg-plugin") or ()]
     except PackageNotFoundError:
         return {}
-    found: dict[str, Requirement] = {}
+    by_name: dict[str, Requirement] = {}
     for requirement in declared:
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            if requirement.name in found:
-                requirement.specifier &= found[requirement.name].specifier
+            if requirement.name in by_name:
+                requirement.specifier &= by_name[requirement.name].specifier
             requirement.marker = None
-            found[requirement.name] = requirement
-    return found
+            by_name[requirement.name] = requirement
+    return by_name
 
 
 def untested() -> list[str]:
-    """Which of verl, transformers and torch is of a version that this package was not tested with, and which it was."""
-    found = []
+    """Return a message for each of verl, transformers and torch with an untested version."""
+    messages = []
     for name in ("verl", "transformers", "torch"):
-        tested, there = requirements("tested").get(name), installed(name)
-        if tested and there and not tested.specifier.contains(there, prereleases=True):
-            found.append(f"{name} {there} is outside of what was tested, {tested.specifier}")
-    return found
+        tested, current = requirements("tested").get(name), installed(name)
+        if tested and current and not tested.specifier.contains(current, prereleases=True):
+            messages.append(f"{name} {current} is outside the tested range {tested.specifier}")
+    return messages
 
 
 def installed(package: str) -> str | None:
-    """Its version; None where no metadata tells, as of a source tree on the path."""
+    """Return the version of a package, or None without metadata, for example a source tree on the path."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -154,46 +154,46 @@ def installed(package: str) -> str | None:
 
 
 def problems() -> list[str]:
-    """One sentence for every name that is gone or has changed in the installed versions, with what to install."""
-    found = []
+    """Return a message, with the version to install, for each name that the installed packages lack or changed."""
+    messages = []
     for path in NAMES:
-        if any(path.startswith(beginning) and find_spec(module) is None for beginning, module in _OPTIONAL.items()):
+        if any(path.startswith(prefix) and find_spec(module) is None for prefix, module in _OPTIONAL.items()):
             continue
         if why := _problem(path):
             package = path.partition(".")[0]
             tested = requirements("tested").get(package, package)
-            found.append(f"{package} {installed(package)}: {path} {why}; pip install '{tested}'")
-    return found
+            messages.append(f"{package} {installed(package)}: {path} {why}; pip install '{tested}'")
+    return messages
 
 
 def _problem(path: str) -> str:
-    place, _, name = path.rpartition(".")
+    owner_path, _, name = path.rpartition(".")
     try:
-        owner: Any = pkgutil.resolve_name(place)
+        owner: Any = pkgutil.resolve_name(owner_path)
         if path in _NAMES_WITHIN:
-            there = inspect.unwrap(getattr(owner, name)).__code__.co_names
-            if missing := _missing(_NAMES_WITHIN[path], there):
-                return f"does not name {missing}"
+            used = inspect.unwrap(getattr(owner, name)).__code__.co_names
+            if missing := _missing(_NAMES_WITHIN[path], used):
+                return f"does not use {missing}"
         if path not in _PRIVATE:
-            return difference(owner, name, TAKES.get(path, ""))
+            return difference(owner, name, SIGNATURES.get(path, ""))
     except (AttributeError, ImportError) as error:
         return f"is gone ({error})"
-    is_there = vars(owner).__contains__ if inspect.isclass(owner) else partial(hasattr, owner)
-    return "" if any(map(is_there, name.split("|"))) else "is gone, or not its own"
+    has_name = vars(owner).__contains__ if inspect.isclass(owner) else partial(hasattr, owner)
+    return "" if any(map(has_name, name.split("|"))) else "is gone or inherited"
 
 
 def difference(owner: Any, name: str, wanted: str, *, exactly: bool = False) -> str:
-    """Why a function of a module or class is none that takes ``wanted``, in any order and with more unless exactly."""
+    """Return how a function's parameters differ from ``wanted``, or ''. Unless ``exactly``, it may have more."""
     function: Any = getattr(owner, name, None)
     try:
         taken = [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):  # what is not called, or is built in
-        return "is gone" if function is None else "does not tell its parameters"
+    except (TypeError, ValueError):  # not callable, or built in
+        return "is gone" if function is None else "has no readable signature"
     if exactly and taken != wanted.split():
         return f"takes ({', '.join(taken)}), not exactly ({', '.join(wanted.split())})"
     missing = _missing(wanted, taken)
     return f"takes ({', '.join(taken)}), without {missing}" if missing else ""
 
 
-def _missing(wanted: str, there: Container[str]) -> str:
-    return ", ".join(names for names in wanted.split() if not any(name in there for name in names.split("|")))
+def _missing(wanted: str, names: Container[str]) -> str:
+    return ", ".join(choice for choice in wanted.split() if not any(name in names for name in choice.split("|")))

@@ -1,6 +1,6 @@
-"""A task that a CPU trains in seconds: sums of two small numbers, and a tiny checkpoint that nearly knows them.
+"""A task that trains on a CPU in seconds: sums of two small numbers, and a tiny pretrained checkpoint.
 
-The data set is in verl's RL format; the checkpoint has a character tokenizer.
+The data set has verl's RL format; the checkpoint has a character tokenizer.
 """
 
 import random
@@ -16,10 +16,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-# Without digits: examples here would be noise that a tiny model has to learn to overlook.
 SYSTEM_PROMPT = "You add two numbers. Reply with the sum in digits and nothing else: no words, no spaces, no signs."
 PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
-"""Every question with its answer."""
+"""All questions and answers."""
 
 PAD, UNKNOWN, START, END = "<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -29,13 +28,13 @@ CHAT_TEMPLATE = (
 
 
 def chat(question: str, length: int = 0) -> list[dict[str, str]]:
-    """A question's messages; a system message of ``length`` characters begins with the question, so prompts differ."""
+    """Return a question's messages. A system message of ``length`` > 0 characters begins with the question."""
     system = f"{question} {SYSTEM_PROMPT} ".ljust(length, ".")[:length] if length else SYSTEM_PROMPT
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
 
 def write_data(folder: Path, *, test_size: int = 5, repeat: int = 32, length: int = 0) -> None:
-    """Write ``train.parquet`` and ``test.parquet``; ``repeat`` is how often the first lists each of its questions."""
+    """Write ``train.parquet``, each question ``repeat`` times, and ``test.parquet``."""
     problems = random.Random(0).sample(PROBLEMS, len(PROBLEMS))
     for split, chosen in {"train": problems[test_size:] * repeat, "test": problems[:test_size]}.items():
         rows = [
@@ -52,12 +51,12 @@ def write_data(folder: Path, *, test_size: int = 5, repeat: int = 32, length: in
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Score a response in [0, 1], for verl's ``reward.custom_reward_function``; of several turns the last one counts.
+    """Score the last turn of a response in [0, 1], for verl's ``reward.custom_reward_function``.
 
-    0.2 x share of characters that are digits, 0.3 x share of places (of the longer string) where response and answer
-    agree, 0.5 for the exact answer: a tiny model has something to climb before its first right answer.
+    0.2 x fraction of digits, 0.3 x fraction of matching positions, 0.5 for the exact answer, so that a tiny model is
+    rewarded before its first correct answer.
     """
-    response = solution_str.rpartition("assistant\n")[2]  # which stands in front of each turn
+    response = solution_str.rpartition("assistant\n")[2]  # each turn begins with it
     if not response:
         return 0.0
     digits = sum(character in "0123456789" for character in response) / len(response)
@@ -67,7 +66,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character, plus Qwen's chat markers; ``<|im_end|>`` ends a turn."""
+    """Return a tokenizer of printable ASCII characters and Qwen's chat markers; ``<|im_end|>`` ends a turn."""
     tokens = [PAD, UNKNOWN, START, END, *dict.fromkeys(string.printable)]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -76,7 +75,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def with_chat_marks(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows the marks as transformers takes it, with the chat template."""
+    """Return a transformers tokenizer with the chat template from one that has the chat markers."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token=UNKNOWN,
@@ -89,7 +88,7 @@ def with_chat_marks(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast, architecture: str = "qwen3", **sizes: Any) -> PreTrainedModel:
-    """Random float32 weights: 2 layers, hidden 128, 4 query heads of 32 over 2 key/value heads; ``sizes`` win."""
+    """Return a model with random float32 weights; ``sizes`` override the config below."""
     config = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -117,11 +116,10 @@ def warm_up(
     reply: Callable[[str, str], list[tuple[str, bool]]] | None = None,
     length: int = 0,
 ) -> None:
-    """Fit the answers in place, ``steps`` of AdamW on 32 questions each, so that the reward starts above zero.
+    """Train in place, ``steps`` of AdamW on 32 questions each, so that the reward starts above zero.
 
-    ``reply(question, answer)`` gives other texts behind a prompt, each with whether the model is fitted to it.
-    Three quarters of the steps see the question without the preamble of ``length``: attention finds two digits among
-    thirty characters much sooner than among hundreds, and rotary positions carry what it found over to the full prompt.
+    ``reply(question, answer)`` returns the texts after a prompt, each with a flag to train on it. Three quarters of the
+    steps omit the system message: attention locates two digits faster among thirty characters than among hundreds.
     """
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=1e-3), random.Random(seed)
     for step in range(steps):
@@ -132,9 +130,9 @@ def warm_up(
             texts = [(prompt, False), *(reply(question, answer) if reply else [(answer + END, True)])]
             ids = [torch.tensor(tokenizer(text, add_special_tokens=False).input_ids) for text, _ in texts]
             sequences.append(torch.cat(ids))
-            fitted = zip(ids, texts, strict=True)
-            labels.append(torch.cat([part if fit else torch.full_like(part, -100) for part, (_, fit) in fitted]))
-        # Right padding needs no mask: a causal model's answers never see it, and its labels are ignored.
+            parts = zip(ids, texts, strict=True)
+            labels.append(torch.cat([part if fit else torch.full_like(part, -100) for part, (_, fit) in parts]))
+        # Right padding needs no mask in a causal model.
         model(input_ids=pad_sequence(sequences, True), labels=pad_sequence(labels, True, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What keeps a run from starting, or may spoil it: the setting at fault, why, and what to set instead."""
+"""Issues of a run: the setting, the cause and the fix."""
 
 import re
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ SHARING_OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
 
 @dataclass(frozen=True)
 class Issue:
-    """One finding about a run.
+    """A setting that prevents a run, or may break it.
 
     Attributes:
-        setting: as on the command line, ``key=value``, with ``++`` for options of this plugin; the one to change first,
-            others behind a comma; empty where no setting decides.
-        why: cause in one sentence, without a final full stop.
-        fix: override or command that removes it; empty leaves another checkpoint or stock verl.
-        is_warning: the run may work all the same.
+        setting: ``key=value`` as on the command line, with ``++`` for options of this plugin; more after commas. Empty
+            if no setting decides.
+        why: the cause, without a final full stop.
+        fix: override or command that resolves the issue; empty if only another checkpoint or stock verl does.
+        is_warning: the run may still work.
     """
 
     setting: str
@@ -31,7 +31,7 @@ class Issue:
 
     @property
     def where(self) -> str:
-        """The settings as messages show them."""
+        """The settings, as shown in messages."""
         return re.sub(r"=None(?=,|$)", " is not set", self.setting) or "(settings that the message names)"
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Issue:
 
 
 class ConfigError(ValueError):
-    """A run that cannot start as configured."""
+    """A run cannot start as configured."""
 
     def __init__(self, issues: Sequence[Issue]) -> None:
         count = f"{len(issues)} problem{'s' if len(issues) != 1 else ''} in the configuration"
@@ -48,4 +48,4 @@ class ConfigError(ValueError):
 
 
 class BatchError(ValueError):
-    """A batch that packed mode cannot compute; the message names the cause and the fix."""
+    """Packed mode cannot compute a batch; the message has the cause and the fix."""

@@ -1,4 +1,4 @@
-"""Whether log-probs can be taken from a model's LM head in place of its logits."""
+"""Check that log-probs can be computed from a model's LM head instead of its logits."""
 
 import inspect
 from collections.abc import Iterator
@@ -14,17 +14,16 @@ from verl_pg_plugin.issue import Issue
 
 
 def lm_head_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
-    """What the class of a causal language model says against running its head on some tokens only."""
+    """Return an issue if a causal language model class cannot run its head on selected tokens."""
     if "logits_to_keep" in inspect.signature(model_class.forward).parameters:
         return []
     return [Issue("", f"{model_class.__name__} cannot run its LM head on response tokens only (logits_to_keep)")]
 
 
 def head_obstacle(module: Any) -> str:
-    """Why the output of an unwrapped causal language model may differ from that of its head; empty if it is the same.
+    """Return why the logits of an unwrapped causal language model may differ from its head's output, or ''.
 
-    Its ``forward`` runs around a decoder and a head that only pretend, which takes no weights: what comes out as logits
-    must be the very tensor that the head returned, unchanged.
+    The model's ``forward`` runs with a stub decoder and a stub head. It must return the head's tensor unchanged.
     """
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -38,24 +37,24 @@ def head_obstacle(module: Any) -> str:
             stack.enter_context(_returning(head, logits))
             for decoder in {module.base_model, module.get_decoder()}:  # most call the first, OPT the second
                 stack.enter_context(_returning(decoder, _DecoderOutput(last_hidden_state=hidden)))
-            found = module(input_ids=tokens[None], logits_to_keep=tokens, use_cache=False).logits
-    except Exception as error:  # a forward of any kind: that it cannot be looked at is the answer
-        return f"{name} does not run around another decoder ({type(error).__name__}: {str(error).splitlines()[0]})"
-    if found is not logits or not bool((logits == 1).all()):
-        return f"{name} changes what its head puts out (scaled or capped logits)"
+            output = module(input_ids=tokens[None], logits_to_keep=tokens, use_cache=False).logits
+    except Exception as error:  # a custom forward may raise anything
+        return f"{name} does not run with a stub decoder ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if output is not logits or not bool((logits == 1).all()):
+        return f"{name} changes the output of its head (scaled or capped logits)"
     return ""
 
 
 def fused_obstacle(module: Any) -> str:
-    """Why the head of ``module`` cannot run as verl's fused kernels, which multiply by its weight; empty if it can."""
+    """Return why verl's fused kernels cannot replace the head of ``module``, or '' if they can."""
     obstacle = head_obstacle(module)
     if not obstacle and module.get_output_embeddings().bias is not None:
-        return "the head has a bias, which the fused kernels leave out"
+        return "the head has a bias, which the fused kernels ignore"
     return obstacle
 
 
 class _DecoderOutput(MoeModelOutputWithPast):
-    """Hidden states alone; all else that a forward may read is None."""
+    """Hidden states only; all other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -64,7 +63,7 @@ class _DecoderOutput(MoeModelOutputWithPast):
 
 @contextmanager
 def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """``module`` returns ``output``, whatever it is given."""
+    """Replace the forward of ``module`` by one that returns ``output``."""
     own = module.__dict__.get("forward")
     module.forward = lambda *args, **kwargs: output
     try:

@@ -1,7 +1,7 @@
-"""``python -m verl_pg_plugin.main_ppo``: verl's PPO entry point with this plugin's config and validators.
+"""``python -m verl_pg_plugin.main_ppo``: verl's PPO entry point with this plugin's config and checks.
 
-Takes every override of ``python -m verl.trainer.main_ppo``. A run that cannot start as configured ends
-with a message on stderr and exit code 2, before Ray starts.
+It accepts every override of ``python -m verl.trainer.main_ppo``. A run that cannot start as configured exits with a
+message on stderr and code 2 before Ray starts.
 """
 
 import inspect
@@ -9,16 +9,16 @@ import sys
 
 import hydra
 from omegaconf import DictConfig
-from verl.trainer import main_ppo as verls
+from verl.trainer import main_ppo as verl_main_ppo
 from verl.utils.device import auto_set_device
 
 from verl_pg_plugin.config.engage import engage_or_exit
-from verl_pg_plugin.config.options import added
+from verl_pg_plugin.config.options import force_add
 
 
 def main() -> None:
-    """Entry point: user errors exit with code 2 and no traceback, a failed training with code 1."""
-    sys.argv[1:] = map(added, sys.argv[1:])
+    """Run the entry point: config errors exit with code 2 and no traceback, a failed training with code 1."""
+    sys.argv[1:] = map(force_add, sys.argv[1:])
     _run()
 
 
@@ -26,9 +26,9 @@ def main() -> None:
 def _run(config: DictConfig) -> None:
     auto_set_device(config)
     engage_or_exit(config, from_ours=True)
-    run_ppo = inspect.unwrap(verls.run_ppo)  # without the hook that would ask all again
+    run_ppo = inspect.unwrap(verl_main_ppo.run_ppo)  # without our hook, which would check again
     if config.trainer.use_v1:
-        run_ppo(config, verls.TaskRunnerV1)
+        run_ppo(config, verl_main_ppo.TaskRunnerV1)
     else:
         from verl.trainer.main_ppo_v0 import TaskRunner
 

@@ -1,6 +1,6 @@
-"""Which models the tests hold to every sequence alone; what they do not cover ``verify=auto`` compares in the run.
+"""Models that the tests compare with single sequences; ``verify=auto`` compares the others during the run.
 
-Checks of configs and classes see how a model attends, and not whether it mixes tokens anywhere else.
+Checks of configs and classes cover a model's attention, but not whether it mixes tokens elsewhere.
 """
 
 from typing import Any
@@ -19,27 +19,27 @@ _TEXT_TYPES = (
     "sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
 )
 EXACT_TYPES = frozenset({*_TEXT_TYPES.split(), *IMAGE_MODEL_TYPES})
-"""Those of docs/models.md, which a test compares, and those with images."""
+"""The exact types of docs/models.md, which a test compares, and the types with images."""
 
 TESTED_SWITCHES = frozenset(
     ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm", "use_sliding_window")
 )
-"""Booleans of a config that ``tests/architectures/test_tested.py`` switches on where they are off by default."""
+"""Config booleans that ``tests/architectures/test_tested.py`` enables if they are off by default."""
 
 WITHOUT_EFFECT = frozenset(
     ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache")
 )
-"""Booleans that change no log-prob of a decoder."""
+"""Config booleans that do not affect a decoder's log-probs."""
 
 PACKAGES = ("fla.", "liger_kernel.", "peft.", "torch.", "transformers.", "veomni.", "verl.", "verl_pg_plugin.")
-"""Whose modules and forwards the tests run."""
+"""Packages whose modules and forwards the tests run."""
 
 
 def untested_part(module: Any) -> str:
-    """Why no test covers a model as it was built; empty if one does.
+    """Return why no test covers a built model, or '' if one does.
 
-    That is a class or a forward of somebody else's, whatever type it is registered under, a type that the tests do not
-    know, or a boolean of its config that is not the type's default.
+    A model is untested if it has a class or forward of another package, an untested type, or a config boolean that
+    differs from the type's default.
     """
     for name, part in module.named_modules():
         for defined in (type(part), type(part).forward):
@@ -56,7 +56,7 @@ def untested_part(module: Any) -> str:
         if isinstance(value, bool) and name in default and value != bool(default[name])
         if name not in TESTED_SWITCHES | WITHOUT_EFFECT
     ]
-    # Of tiny models with layers that read keys of another there is none.
+    # No tiny test model has layers that read the keys of another layer.
     if shared := getattr(text, "num_kv_shared_layers", 0):
         switched.append(f"num_kv_shared_layers={shared}")
     return f"no test runs {module.config.model_type} with {', '.join(switched)}" if switched else ""

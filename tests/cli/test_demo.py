@@ -70,7 +70,7 @@ def test_a_training_that_fails_ends_with_the_last_lines_of_its_log(tmp_path, mon
     python.write_text("#!/bin/sh\necho no room left; exit 3\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(CommandError, match=r"(?s)stock ended with exit code 3 after 0 steps.*no room left"):
+    with pytest.raises(CommandError, match=r"(?s)stock: exit code 3 after 0 steps.*no room left"):
         demo.train(tmp_path, "stock", 1)
 
 

@@ -107,7 +107,7 @@ def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, 
     (place,) = (i for i, line in enumerate(lines) if f"{key}=cutlass" in line)
     assert lines[place].startswith("  FAIL")
     assert lines[place + 1] == f"        fix: {key}=torch"
-    assert any("++prefix_grouper.logits_chunk_size=abc: is not an integer" in line for line in lines)
+    assert any("++prefix_grouper.logits_chunk_size=abc: must be an integer >= 0" in line for line in lines)
     assert lines[-1] == "prefix sharing: not ready (2 problems)"
 
 
@@ -172,7 +172,7 @@ def test_a_plugin_that_fails_here_or_there_or_finds_its_place_taken_is_reported(
     monkeypatch.setattr(doctor, "fresh_process", lambda: {**PROCESS})
     monkeypatch.setattr(doctor, "register", lambda: 1 / 0)
     assert main(["doctor", "--full"]) == 1
-    assert "verl goes on without it: ZeroDivisionError: division by zero" in capsys.readouterr().out
+    assert "verl runs without it: ZeroDivisionError: division by zero" in capsys.readouterr().out
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     _, line = bad(doctor.process_lines({"error": "Unknown platform 'cpu'"}))
     assert "keeps verl from loading it" in line.text
@@ -201,7 +201,7 @@ def test_a_machine_without_gpu_fails_unless_a_cluster_may_have_some(packed, proc
     (line,) = bad(doctor.installed_lines())
     full = line_of(bad(doctor.process_lines(processes[2])), "GPU")
     assert (line.status, line.what, line.fix) == (full.status, full.what, full.fix) == (FAIL, "GPU", doctor.NO_GPU_FIX)
-    assert overrides.taken_kernel("cuda") == [], "said once"
+    assert overrides.selected_kernel("cuda") == [], "said once"
     process = {**PROCESS, "platform": {**PLATFORM, "status": FAIL, "fix": doctor.NO_GPU_FIX}}
     monkeypatch.setattr(doctor, "fresh_process", lambda: process)
     assert main(["doctor", *packed, "ray_kwargs.ray_init.address=auto"]) == 0
@@ -214,7 +214,7 @@ def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pyt
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other")
     for lines in (doctor.installed_lines(), doctor.process_lines(PROCESS)):
         (line,) = bad(lines)
-        assert line.fix == "unset VERL_USE_EXTERNAL_PLUGINS, or name verl_pg_plugin in it"
+        assert line.fix == "unset VERL_USE_EXTERNAL_PLUGINS, or add verl_pg_plugin to it"
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, verl_pg_plugin")
     assert bad(doctor.installed_lines()) == []
     monkeypatch.setattr(doctor, "entry_points", lambda **asked: ())

@@ -138,8 +138,8 @@ def test_rollouts_of_turns_share_earlier_responses(estimate: Estimate, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "dump", "message"),
     [
-        ("", "", "lengths come from exactly one of --prompt, --data and --rollouts"),
-        ("--prompt 4 --rollouts .", "", "lengths come from exactly one of"),
+        ("", "", "lengths must come from exactly one source"),
+        ("--prompt 4 --rollouts .", "", "lengths must come from exactly one source"),
         ("--prompt 4", "", "Fix: --response <tokens>"),
         ("--data no_such.parquet --response 8", "", "--data=no_such.parquet --prompt-key=prompt: FileNotFoundError"),
         ("--data {folder}/3.jsonl --response 8", "{}", "3.jsonl --prompt-key=prompt: ArrowInvalid"),
@@ -150,7 +150,7 @@ def test_rollouts_of_turns_share_earlier_responses(estimate: Estimate, tmp_path:
         ("--rollouts {folder}", '{"uid": "x', "3.jsonl: no lines with input and output"),
         ("--rollouts {folder}", "\n{}\n", "3.jsonl: no lines with input and output"),
         ("--rollouts {folder}", '{"input": 1, "output": "c"}', "3.jsonl: no lines with input and output"),
-        ("--rollouts {folder}", '{"input": "", "output": "c"}', "it needs prompts of at least one token"),
+        ("--rollouts {folder}", '{"input": "", "output": "c"}', "prompts need at least one token"),
     ],
 )
 def test_what_is_missing_is_named(estimate: Estimate, tmp_path: Path, arguments: str, dump: str, message: str) -> None:

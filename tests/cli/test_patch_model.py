@@ -119,13 +119,13 @@ def test_other_auto_map_entries_are_kept_and_one_that_points_elsewhere_is_left_a
 
 
 def test_what_is_no_qwen3_checkpoint_or_has_a_modeling_file_of_its_own_is_rejected(tmp_path: Path, capsys) -> None:
-    assert "has no config.json; pass the folder" in rejected(tmp_path / "nowhere", capsys)
+    assert "has no config.json. Fix: pass the folder" in rejected(tmp_path / "nowhere", capsys)
     for content, why in (("{", "is not JSON"), ('{"model_type": "llama"}', "model_type is 'llama'")):
         (tmp_path / "config.json").write_text(content)
         assert why in rejected(tmp_path, capsys)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / MODELING_FILE).write_text("# mine\n")
-    assert "was not put there by patch-model" in rejected(tmp_path, capsys)
+    assert "patch-model did not write it" in rejected(tmp_path, capsys)
 
 
 def test_a_full_disk_leaves_a_checkpoint_that_loads_and_a_new_call_does_the_rest(folder, capsys, monkeypatch) -> None:

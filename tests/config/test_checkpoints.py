@@ -27,7 +27,7 @@ ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "mrope_section
 @pytest.mark.parametrize(
     ("hf_config", "why"),
     [
-        (transformers.Qwen2_5_VLConfig(text_config={**TINY, "rope_parameters": ROPE}), "at positions of images"),
+        (transformers.Qwen2_5_VLConfig(text_config={**TINY, "rope_parameters": ROPE}), "with images and custom code"),
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.Qwen3Config(**TINY, is_causal=False), "see later ones (is_causal=False"),
         (transformers.Gemma3TextConfig(**TINY, use_bidirectional_attention=True), "use_bidirectional_attention=True"),

@@ -42,14 +42,14 @@ FSDP1 = {"strategy": "fsdp"}
 LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     # what is changed, part of the reason, whether True would compile
     ({"model": {"use_remove_padding": False}}, "padded groups", False),
-    ({"config": FSDP1, "model": {"lora_rank": 8}}, "each adapter of LoRA a unit", False),
+    ({"config": FSDP1, "model": {"lora_rank": 8}}, "each LoRA adapter as an FSDP unit", False),
     ({"model_type": "apertus"}, "are 1e-4 off in a log-prob", False),
     ({"config": FSDP1 | {"use_orig_params": True}, "model": {"lora_rank": 8}}, "with LoRA", True),
     ({"config": FSDP1 | {"wrap_policy": {"min_num_params": 1000}}}, "a wrap_policy", True),
-    ({"config": {"strategy": "veomni"}}, "VeOmni's models have not run on a GPU", True),
-    ({"config": {"strategy": "veomni", "router_replay": {"mode": "R3"}}}, "router replay tells each", False),
+    ({"config": {"strategy": "veomni"}}, "VeOmni's models on a GPU", True),
+    ({"config": {"strategy": "veomni", "router_replay": {"mode": "R3"}}}, "router replay passes each", False),
     ({"device": "cpu"}, "this device is cpu", True),
-    ({"auto_map": OWN, "model": {"trust_remote_code": True}}, "a model class of its own", True),
+    ({"auto_map": OWN, "model": {"trust_remote_code": True}}, "its own model class", True),
     ({"model": {"use_liger": True}}, "Liger", True),
     ({"config": {"qat": {"enable": True}}}, "quantization-aware training (qat)", True),
     ({"model_type": "jetmoe"}, "jetmoe have not been tested compiled on a GPU", True),
@@ -95,11 +95,11 @@ def test_machine_whose_torch_asks_nothing_of_flat_parameters_compiles_none_of_th
     assert compiler_obstacle("cpu", flat_parameters=True) == ""
     assert [*compiler(fsdp1)] == []
     monkeypatch.setattr(under_test, "WHOLE", "_no_such_flag")
-    assert "does not ask _no_such_flag of the layers of FSDP1" in compiler_obstacle("cpu", flat_parameters=True)
+    assert "does not read _no_such_flag of FSDP1 layers" in compiler_obstacle("cpu", flat_parameters=True)
     if asked == "auto":
         compiles, why = layer_compilation(fsdp1)
         assert not compiles
-        assert "++prefix_grouper.compile_layers=auto: this torch does not ask" in why
+        assert "++prefix_grouper.compile_layers=auto: this torch does not read" in why
     else:
         assert [issue.fix for issue in compiler(fsdp1)] == ["++prefix_grouper.compile_layers=False"]
 

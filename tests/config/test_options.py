@@ -16,9 +16,9 @@ WRONG = [
     ("activations", "mlp", "is unknown; the values are auto, all, attention, attention_on_host, inputs, inputs_on_h"),
     ("activations", True, "is unknown"),
     ("activations", ["inputs"], "is unknown"),
-    *(("logits_chunk_size", value, "is not an integer of at least 0") for value in (-1, 1.5, "16k", True, None)),
-    ("compile_layers", "maybe", "is neither auto nor a boolean; the values are auto, True and False without quotes"),
-    ("compile_layers", 1, "is neither auto nor a boolean"),
+    *(("logits_chunk_size", value, "must be an integer >= 0") for value in (-1, 1.5, "16k", True, None)),
+    ("compile_layers", "maybe", "is unknown; the values are auto, True and False without quotes"),
+    ("compile_layers", 1, "is unknown; the values are auto, True"),
     ("prefix_cache", "always", "is unknown; the values are auto, off"),
     ("rollout", "on", "is unknown; the values are auto, off"),
     ("rollout", False, "is unknown; the values are auto, off"),
@@ -27,7 +27,7 @@ WRONG = [
         for value in ("always", True, "every_0", "every_", 50)
     ),
     *(
-        ("verify_tolerance", value, "is not a finite number above 0")
+        ("verify_tolerance", value, "must be a finite number > 0")
         for value in (0.0, float("inf"), float("nan"), "tight", True)
     ),
 ]
@@ -42,7 +42,7 @@ def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
     (issue,) = option_issues({name: value})
     assert issue.why.startswith(why)
     assert issue.fix.startswith(f"++prefix_grouper.{name}=")
-    with pytest.raises(ValueError, match=rf"prefix_grouper.{name}=.*; set \+\+prefix_grouper.{name}="):
+    with pytest.raises(ValueError, match=rf"prefix_grouper.{name}=.*. Fix: \+\+prefix_grouper.{name}="):
         PrefixGrouperOptions(**{name: value})
 
 
@@ -50,7 +50,7 @@ def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
     (issue,) = option_issues({"verfy": "first"})
     assert issue.fix == "did you mean ++prefix_grouper.verify=first?"
     (issue,) = option_issues({"zzz": 1})
-    assert issue.why == f"there is no such option; there are {', '.join(OPTION_NAMES)}"
+    assert issue.why == f"no such option; the options are {', '.join(OPTION_NAMES)}"
     assert issue.fix == "remove it"
 
 

@@ -75,15 +75,15 @@ REFUSED: list[tuple[str, str, str]] = [
     (f"{SP}=3", "cannot be spread", f"{SP}=1"),  # said once: the reference policy's own follows it in verl's config
     (f"{MODEL}.use_remove_padding=packed", "is not a boolean", ""),
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),
-    (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "have the probabilities", "=False"),
-    (f"{TOP_K} {MODEL}.use_fused_kernels=True", "never have the logits that", "=False"),
+    (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "compute the probabilities", "=False"),
+    (f"{TOP_K} {MODEL}.use_fused_kernels=True", "do not compute the logits that", "=False"),
     ("prefix_grouper.attention_kernel=flash_attn_2", "needs a cuda device", "=auto"),
-    (f"{MODEL}.use_remove_padding=False {ACTOR}.use_dynamic_bsz=True", "through the middle", "packed mode"),
-    (f"{MODEL}.use_remove_padding=False {REF}.log_prob_use_dynamic_bsz=True", "through the middle", "packed mode"),
+    (f"{MODEL}.use_remove_padding=False {ACTOR}.use_dynamic_bsz=True", "cut groups by token", "packed mode"),
+    (f"{MODEL}.use_remove_padding=False {REF}.log_prob_use_dynamic_bsz=True", "cut groups by token", "packed mode"),
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", "verl ignores", "++"),
-    (f"{REF}.fsdp_config.use_prefix_grouper=False", "must follow", "=True"),
+    (f"{REF}.fsdp_config.use_prefix_grouper=False", "must equal", "=True"),
     (f"{REF}.strategy=fsdp {ACTOR}.strategy=megatron", "FSDP and VeOmni", "model_engine=dp"),
-    (f"{ACTOR}.fsdp_config.prefix_grouper=null", "would not see prefix_grouper", "=${prefix_grouper}'"),
+    (f"{ACTOR}.fsdp_config.prefix_grouper=null", "would ignore prefix_grouper", "=${prefix_grouper}'"),
 ]
 
 
@@ -112,7 +112,7 @@ def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(config
 def test_a_setting_of_roles_that_follow_a_key_without_an_issue_is_refused(config_of) -> None:
     engines = " ".join(f"{role}.fsdp_config.pad_to_length=False" for role in (ACTOR, REF))  # which the actor's replaces
     found = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True {engines}"))
-    assert any("follows from the longest one" in issue.why for issue in found)
+    assert any("padded to the longest group" in issue.why for issue in found)
 
 
 BY_CUT = [f"{ACTOR}.policy_loss.loss_mode={mode}" for mode in ("geo_mean", "clip_cov", "kl_cov")]
@@ -124,7 +124,7 @@ BY_CUT.append("".join(f" algorithm.rollout_correction.{x}=True" for x in ("bypas
 def test_losses_that_look_at_a_micro_batch_alone_are_warned_of(overrides: str, mode: Mode, config_of) -> None:
     (issue,) = (issue for issue in preflight.preflight(config_of(overrides, mode)) if issue.is_warning)
     assert issue.setting == overrides.split()[-1]
-    assert "each micro-batch alone there, and this plugin cuts others" in issue.why
+    assert "depends on micro-batch boundaries" in issue.why
     assert "=False" in issue.fix
 
 
@@ -141,23 +141,23 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
     by_cut = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=77"
     check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {BUDGET}=64.0 {by_cut}"))
-    assert f"; {ACTOR}.loss_scale_factor=77" in caplog.text
-    assert "holds 64 tokens, and a sequence of more, of up to" in caplog.text
+    assert f". Fix: {ACTOR}.loss_scale_factor=77" in caplog.text
+    assert "holds 64 tokens, and a longer sequence (up to" in caplog.text
     check(config_of(f"{MODEL}.enable_gradient_checkpointing=False prefix_grouper.activations=inputs_on_host"))
     assert "++prefix_grouper.activations=inputs_on_host: without gradient checkpointing" in caplog.text
     of_critic = f"{CRITIC} data.max_prompt_length=40000"  # in V1: a key that verl's files lack
     assert preflight.preflight(config_of(f"{of_critic} ++critic.ppo_infer_max_token_len_per_gpu=1e5")) == []
     check(config_of(of_critic))
-    assert "; ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
+    assert ". Fix: ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
     check(config_of(f"trainer.n_gpus_per_node=8 data.train_batch_size=6 {MINI}=2 {ACTOR}.shuffle=True"))
     assert f"{MINI}=2: fewer groups than the 8 data-parallel ranks" in caplog.text
-    assert f"; {MINI}=8 data.train_batch_size=8" in caplog.text
-    assert f"mini-batches get sequences, not groups; {ACTOR}.shuffle=False" in caplog.text
+    assert f". Fix: {MINI}=8 data.train_batch_size=8" in caplog.text
+    assert f"mini-batches get sequences, not groups. Fix: {ACTOR}.shuffle=False" in caplog.text
     check(config_of(f"{CRITIC} data.train_batch_size=0 async_training.require_batches=2 critic.shuffle=True"))
-    assert "mini-batches get sequences, not groups; critic.shuffle=False" in caplog.text
+    assert "mini-batches get sequences, not groups. Fix: critic.shuffle=False" in caplog.text
     check(config_of("prefix_grouper.prefix_cache=off", Mode.RMPAD))
-    assert f"++prefix_grouper have no effect; {ACTOR}.use_prefix_grouper=True" in caplog.text
-    assert "attention over shared prefixes runs in its place" in caplog.text
+    assert f"++prefix_grouper have no effect. Fix: {ACTOR}.use_prefix_grouper=True" in caplog.text
+    assert "attention over shared prefixes replaces it" in caplog.text
     assert "nothing is offloaded" in caplog.text
 
 

@@ -29,11 +29,11 @@ KEY_HEADS = f"{MODEL}.override_config.linear_num_key_heads"
 
 REFUSED: list[tuple[Mode, str, str, str, str]] = [
     # mode, overrides, setting (that of the override where it is empty), part of the cause, part of the fix
-    (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "for weights alone", f"{QAT}.mode=w4a16, or {STOCK}"),
+    (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "only weights-only", f"{QAT}.mode=w4a16, or {STOCK}"),
     (PADDED, f"{QAT}.enable=True", "", "in padded groups", f"{QAT}.enable=False"),
-    (PACKED, f"{MODEL}.lora_rank=8 {COMPILED}", "", "each adapter of LoRA a unit", "=False"),
+    (PACKED, f"{MODEL}.lora_rank=8 {COMPILED}", "", "each LoRA adapter as an FSDP unit", "=False"),
     (PADDED, COMPILED, "", "padded groups", "=False"),
-    (PACKED, f"{MODEL}.path={{models}}/gemma2 {FUSED}", "", "changes what its head puts out", ""),
+    (PACKED, f"{MODEL}.path={{models}}/gemma2 {FUSED}", "", "changes the output of its head", ""),
     (PACKED, f"{FUSED} {BACKEND}=cutlass", "", "is unknown", "=torch"),
     (PACKED, f"{FUSED} {BACKEND}=triton", "", "needs a GPU", "=torch"),
     (PACKED, f"trainer.nnodes=2 {ACTOR}.{SP}=3", "", "4 query and 2 key/value heads cannot be spread", f"{SP}=2"),
@@ -41,11 +41,11 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
     (PACKED, f"{NEXT} {KEY_HEADS}=3 {ACTOR}.fsdp_config.{SP}=2", "", "qwen3_next: 3 key heads cannot", f"{SP}=1"),
     (PACKED, VL, f"{VISION}=flash_attention_2", "the vision encoder of qwen3_vl", f"{VISION}=sdpa"),
     (PADDED, f"{GAE} critic.model.use_remove_padding=False", "", "critic's", ""),
-    (PADDED, f"{ACTOR}.{SP}=2", "", "cut padded groups at shard edges", ""),
-    (PADDED, f"{REF}.fsdp_config.{SP}=2", "", "shard edges", ""),
-    (PADDED, FUSED, "", "columns of padded groups", ""),
-    (PADDED, f"{REF}.fsdp_config.pad_to_length=True", "", "the longest one", ""),
-    (PADDED, NEXT, UNPADDED, "share packed tokens only", ""),
+    (PADDED, f"{ACTOR}.{SP}=2", "", "would cut padded groups", ""),
+    (PADDED, f"{REF}.fsdp_config.{SP}=2", "", "would cut padded groups", ""),
+    (PADDED, FUSED, "", "LM head of padded groups", ""),
+    (PADDED, f"{REF}.fsdp_config.pad_to_length=True", "", "the longest group", ""),
+    (PADDED, NEXT, UNPADDED, "support packed mode only", ""),
     (PADDED, VL, UNPADDED, "reads images", ""),
 ]
 
@@ -92,7 +92,7 @@ def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
     key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
     config = config_of(f"{key}=2", PADDED)
     check_engine(*engine_configs(config, ACTOR))  # says nothing of batches, as in SFT
-    said = rf"{key}=2: sequence parallelism would cut padded groups.* \(fix: .*; or set .*in verl's SFT trainer"
+    said = rf"{key}=2: sequence parallelism would cut padded groups. Fix: .*; or set .*in verl's SFT trainer"
     with pytest.raises(ValueError, match=said):
         check_engine(*engine_configs(config, REF))
 
@@ -122,7 +122,7 @@ def test_float32_is_refused_where_a_gpu_kernel_computes_none(config_of) -> None:
     config = {f"{key}.param_dtype": "fp32"}
     (issue,) = errors(config_of(config))
     assert issue.setting == f"{key}.param_dtype=fp32"
-    assert issue.why == "on a GPU ++prefix_grouper.attention_kernel=auto computes in bf16 and fp16 alone"
+    assert issue.why == "on a GPU ++prefix_grouper.attention_kernel=auto supports only bf16 and fp16"
     assert issue.fix == f"{key}.param_dtype=bf16, or ++prefix_grouper.attention_kernel=sdpa (slow)"
     assert errors(config_of({**config, "prefix_grouper.attention_kernel": "sdpa"})) == []
     assert errors(config_of({f"{key}.param_dtype": "bf16"})) == []
@@ -138,7 +138,7 @@ def test_dropout_of_an_adapter_is_refused_with_the_file_that_says_it(config_of, 
     file.write_text('{"r": 8, "lora_dropout": 0.05}')
     (issue,) = errors(config_of(settings))
     assert issue.setting == f"{MODEL}.lora_adapter_path={tmp_path}"
-    assert issue.why.startswith(f"{file} says lora_dropout=0.05, ")
+    assert issue.why.startswith(f"{file} has lora_dropout=0.05, ")
     assert issue.fix == f"set lora_dropout to 0 in that file, or {STOCK}"
     assert errors(config_of({**settings, f"{MODEL}.lora_rank": 0})) == [], "verl loads no adapter"
     for content in ('{"lora_dropout": 0.0}', '{"peft_type": "IA3"}', '{"lora_dropout": null}', "{", "[]"):

@@ -212,7 +212,7 @@ def test_the_yaml_in_the_package_names_a_class_that_has_verls_protocol() -> None
     named = load_class_from_fqn(_load_router_yaml(str(path))["router_class"], "router")
     assert named is PromptRouter
     methods = {name: method for name, method in vars(RequestLoadBalancer).items() if not name.startswith("_")}
-    assert {f"verl.workers.rollout.router.RequestLoadBalancer.{name}" for name in methods} <= compat.TAKES.keys()
+    assert {f"verl.workers.rollout.router.RequestLoadBalancer.{name}" for name in methods} <= compat.SIGNATURES.keys()
     for name, method in methods.items():
         wanted, there = (inspect.signature(function).parameters for function in (method, getattr(PromptRouter, name)))
         assert wanted.keys() <= there.keys(), name

@@ -1,29 +1,29 @@
-"""Subcommands of ``python -m verl_pg_plugin``, and how they write what they found."""
+"""Subcommands of ``python -m verl_pg_plugin`` and their output."""
 
 from dataclasses import dataclass
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
-MODE = "mode"  # what the line is about whose fix switches sharing on; it has none where prefixes are shared
+MODE = "mode"  # subject of the line whose fix switches sharing on
 
 
 class CommandError(Exception):
-    """A subcommand cannot do what was asked; the message is one line that names the cause and the fix."""
+    """A subcommand cannot run; the message is one line with the cause and the fix."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's report: what was found."""
+    """One line of the doctor's report."""
 
-    status: str  # OK, WARN (a run starts all the same) or FAIL
-    what: str  # it is about
+    status: str  # OK, WARN (a run still starts) or FAIL
+    what: str  # subject
     text: str
-    fix: str = ""  # of a warning or failure, the override or command that removes it
+    fix: str = ""  # override or command that removes a warning or failure
 
 
 Section = tuple[str, list[Check]]
 
 
 def in_columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of rows of equal length, their cells aligned to the left."""
+    """Format rows of equal length as lines with left-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""``demo``: a few steps of GRPO on the CPU by stock verl and in packed mode, and their seconds side by side."""
+"""``demo``: run a few steps of GRPO on the CPU with stock verl and in packed mode, and compare their times."""
 
 import argparse
 import json
@@ -15,22 +15,22 @@ from verl_pg_plugin.cli import CommandError, in_columns
 REWARD, TOKENS = "critic/score/mean", "actor/prefix_grouper/"
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")
 WARM_UP_STEPS, SYSTEM_CHARACTERS = 80, 479
-"""With the chat's marks a prompt is 512 tokens, each a character."""
+"""With the chat markers a prompt has 512 tokens, one per character."""
 MODES = {"stock": (False, 528), "packed": (True, 8192)}
-"""Whether prefixes are shared, and a fast token budget: stock verl's sdpa reads a dense mask of all tokens on a CPU."""
+"""``use_prefix_grouper`` and a fast token budget. On a CPU stock verl's sdpa reads a dense mask of all tokens."""
 
 
 def add_parser(subparsers: Any) -> None:
-    about = "train a tiny model on the CPU by stock verl and in packed mode, and compare (five minutes on two cores)"
+    about = "train a tiny model on the CPU with stock verl and in packed mode, and compare (five minutes on two cores)"
     parser = subparsers.add_parser("demo", help=about, description=about)
     folder = Path(f"verl_pg_demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    parser.add_argument("--folder", type=Path, default=folder, help="new, for data, checkpoint, logs and metrics")
-    parser.add_argument("--steps", type=int, default=5, help="of each training (5)")
+    parser.add_argument("--folder", type=Path, default=folder, help="new folder for data, checkpoint, logs and metrics")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each training (5)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make data and a checkpoint, train in both modes, and show the medians."""
+    """Write data and a checkpoint, train in both modes, and print the medians."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.folder.absolute()
     if folder.exists():
-        raise CommandError(f"{args.folder} is there; name a new --folder")
+        raise CommandError(f"--folder={args.folder}: it exists. Fix: --folder <new folder>")
     disable_progress_bar()
     sys.stderr.write(f"data, checkpoint, logs and metrics go to {folder}\n")
     folder.mkdir(parents=True)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(folder: Path, mode: str, count: int) -> list[dict[str, Any]]:
-    """Metrics of each step of a training, which are told as they come."""
+    """Run one training, log each step as it ends, and return the metrics of all steps."""
     (shares, budget), here, actor = MODES[mode], folder / mode, "actor_rollout_ref.actor"
     log, metrics = here / "log.txt", here / "metrics.jsonl"
     here.mkdir()
@@ -78,23 +78,23 @@ def train(folder: Path, mode: str, count: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "verl_pg_plugin.main_ppo", "--config-name", "demo", *overrides]
     environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, "VERL_PLATFORM": "cpu"}
     environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
-    sys.stderr.write(f"{mode}: starts Ray and verl's trainer\n")
-    told, ended = 0, False
+    sys.stderr.write(f"{mode}: starting Ray and verl's trainer\n")
+    num_steps, ended = 0, False
     with log.open("w") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as process:
         while not ended:
             time.sleep(0.5)
             ended = process.poll() is not None
-            for step in read_steps(metrics)[told:]:
-                told += 1
+            for step in read_steps(metrics)[num_steps:]:
+                num_steps += 1
                 seconds = step["timing_s/step"]
-                sys.stderr.write(f"{mode}: step {told}/{count}, {seconds:.1f} s, reward {step[REWARD]:.3f}\n")
-    if process.returncode or told < count:
+                sys.stderr.write(f"{mode}: step {num_steps}/{count}, {seconds:.1f} s, reward {step[REWARD]:.3f}\n")
+    if process.returncode or num_steps < count:
         last = "\n".join(log.read_text().splitlines()[-20:])
-        raise CommandError(f"{mode} ended with exit code {process.returncode} after {told} steps; {log} ends:\n{last}")
+        raise CommandError(f"{mode}: exit code {process.returncode} after {num_steps} steps; {log} ends with:\n{last}")
     return read_steps(metrics)
 
 
 def read_steps(metrics: Path) -> list[dict[str, Any]]:
-    """What verl's ``file`` logger wrote of each training step so far; validations and half a line are left out."""
+    """Read the metrics of each complete training step from verl's ``file`` logger; validations are skipped."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
     return [step for line in lines if line.endswith("\n") and REWARD in (step := json.loads(line)["data"])]

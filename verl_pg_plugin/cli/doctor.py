@@ -1,4 +1,4 @@
-"""``doctor``: what verl would run on this machine, what a set of overrides would select, and what is in the way."""
+"""``doctor``: report what verl would run on this machine, what a set of overrides selects, and what fails."""
 
 import argparse
 import json
@@ -21,43 +21,35 @@ NAME = "verl_pg_plugin"
 POLICY, MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
 SCRIPT = (
     "import sys, verl.workers.engine; is_loaded = 'verl_pg_plugin' in sys.modules; "
-    "from verl_pg_plugin.cli.doctor import tell; tell(is_loaded)"
+    "from verl_pg_plugin.cli.doctor import report_process; report_process(is_loaded)"
 )
-"""Of a process that imports verl first, as verl's workers do; the doctor's own has imported the plugin already."""
+"""Runs in a process that imports verl first, as verl's workers do."""
 TIMEOUT_S = 300
 PACKAGES = (
     *("verl-pg-plugin", "verl", "torch", "triton", "transformers", "prefix_grouper", "flash-attn", "flash-attn-3"),
     *("flash-attn-4", "liger-kernel", "ray", "TransferQueue", "tensordict", "hydra-core"),
 )
-NO_GPU_FIX = "export VERL_PLATFORM=cpu to run without a GPU, or repair the driver until nvidia-smi lists one"
-REGISTER_FIX = f"correct what it names; {sys.executable} -c 'import {NAME}; {NAME}.register()' shows where"
+NO_GPU_FIX = "export VERL_PLATFORM=cpu to run without a GPU, or repair the driver (nvidia-smi lists no GPU)"
+REGISTER_FIX = f"correct the error; {sys.executable} -c 'import {NAME}; {NAME}.register()' shows its traceback"
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, and a set of overrides, without starting anything",
-        description="Exit code 0: nothing fails. 1: something does, its fix below it. 2: Hydra refuses the overrides.",
+        description="Exit code 0: no check fails. 1: a check fails (see its fix). 2: Hydra refuses the overrides.",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="OVERRIDE",
-        help="of python -m verl_pg_plugin.main_ppo or verl.trainer.main_ppo: also what a run with them would say",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)",
-    )
-    parser.add_argument("--config-path", "-cp", default="", help="folder of another entry point's configs")
-    parser.add_argument("--config-name", "-cn", default="", help="the config there")
-    parser.add_argument("--json", action="store_true", help="write the same checks and the verdict as JSON")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="OVERRIDE", help="overrides of a run to check; they imply --full")
+    add("--full", action="store_true", help="import verl as a worker does, and check engines and signatures (30 s)")
+    add("--config-path", "-cp", default="", help="config folder of another entry point")
+    add("--config-name", "-cn", default="", help="name of a config in that folder")
+    add("--json", action="store_true", help="write the checks and the verdict as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the report; 1 if something fails, else 0."""
+    """Print the report and return the exit code: 1 if a check fails, else 0."""
     if bool(args.config_path) != bool(args.config_name):
         raise CommandError("--config-path and --config-name go together")
     if args.full or args.overrides or args.config_name:
@@ -67,60 +59,57 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(sections: Iterable[Section], as_json: bool = False) -> int:
-    """Write sections as they come, each check with its fix below it, then the verdict; or all of it as one object."""
-    found = []
+    """Print each section, each check with its fix below it, and the verdict; or all as one JSON object."""
+    results = []
     for title, checks in sections:
-        found += [{"section": title, **asdict(check)} for check in checks]
+        results += [{"section": title, **asdict(check)} for check in checks]
         if as_json or not checks:
             continue
         sys.stdout.write(f"{title}\n")
         lines = in_columns([(check.status.ljust(4), check.what, check.text) for check in checks])
         for check, line in zip(checks, lines, strict=True):
             sys.stdout.write(f"  {line}\n" + (f"        fix: {check.fix}\n" if check.fix else ""))
-    problems = sum(check["status"] == FAIL for check in found)
-    ready = next((f"off; {x['fix']} switches it on" for x in found if x["what"] == MODE and x["fix"]), "ready")
-    ready = f"not ready ({problems} problem{'s' if problems > 1 else ''})" if problems else ready
-    told = {"ready": ready == "ready", "problems": problems, "checks": found}
-    sys.stdout.write(f"{json.dumps(told, indent=2)}\n" if as_json else f"prefix sharing: {ready}\n")
+    problems = sum(check["status"] == FAIL for check in results)
+    verdict = next((f"off; {x['fix']} switches it on" for x in results if x["what"] == MODE and x["fix"]), "ready")
+    verdict = f"not ready ({problems} problem{'s' if problems > 1 else ''})" if problems else verdict
+    report = {"ready": verdict == "ready", "problems": problems, "checks": results}
+    sys.stdout.write(f"{json.dumps(report, indent=2)}\n" if as_json else f"prefix sharing: {verdict}\n")
     return int(problems > 0)
 
 
-def _full(asked: list[str], folder: str, name: str) -> Iterator[Section]:
-    """Everything that can be said; where verl or this package does not load, what needs their modules is left out."""
+def _full(arguments: list[str], folder: str, name: str) -> Iterator[Section]:
+    """Yield all sections; if verl or this package does not load, without those that need their modules."""
     process = fresh_process()
-    taken, config = [], None
+    selected, config = [], None
     if "error" not in process and not process["plugin_error"]:
         try:
-            register()  # as there; this process has imported the package before verl
-        except Exception as error:  # whatever an import raises
+            register()  # this process imported the package before verl
+        except Exception as error:  # an import may raise anything
             process["plugin_error"] = f"{type(error).__name__}: {error}"
         from verl_pg_plugin.cli import overrides
         from verl_pg_plugin.config.preflight import joins_cluster
 
-        taken = overrides.taken_kernel(process["device"])
-        if asked or name:
-            config = overrides.compose_config(asked, folder, name)  # first: one line where it is wrong
+        selected = overrides.selected_kernel(process["device"])
+        if arguments or name:
+            config = overrides.compose_config(arguments, folder, name)  # before any output: it may raise
             if process["platform"]["status"] == FAIL and joins_cluster(config):
                 process["platform"] |= {"status": WARN, "fix": "run the doctor on a machine of the cluster with GPUs"}
     yield "Versions", version_lines()
     yield "verl", process_lines(process)
     if "error" not in process:
         yield "Engines", [Check(**engine) for engine in process["engines"]]
-        yield "Names of verl, transformers and torch that are built on", name_lines()
-    yield "Attention kernels", [*kernel_lines(), *taken]
+        yield "Names of verl, transformers and torch that the plugin uses", name_lines()
+    yield "Attention kernels", [*kernel_lines(), *selected]
     if config is not None:
-        yield "With these overrides", overrides.run_lines(config, asks_verl=not name)  # another trainer may not
-
-
-# This machine
+        yield "With these overrides", overrides.run_lines(config, asks_verl=not name)  # verl's trainer only
 
 
 def version_lines() -> list[Check]:
-    """Installed versions, and what is missing or outside the range that this package declares."""
-    wanted, tested = compat.requirements("trainer"), compat.requirements("tested")
+    """Return the installed versions, and the packages that are missing or outside the declared range."""
+    required, tested = compat.requirements("trainer"), compat.requirements("tested")
     lines = [Check(OK, "python", platform.python_version())]
-    for name in dict.fromkeys([*PACKAGES, *wanted]):
-        installed, requirement = compat.installed(name), wanted.get(name)
+    for name in dict.fromkeys([*PACKAGES, *required]):
+        installed, requirement = compat.installed(name), required.get(name)
         if requirement is None:
             lines.append(Check(OK, name, installed or "not installed (optional)"))
             continue
@@ -130,7 +119,7 @@ def version_lines() -> list[Check]:
         elif not requirement.specifier.contains(installed, prereleases=True):
             lines.append(Check(FAIL, name, f"{installed} is outside the supported range {requirement.specifier}", fix))
         elif not supported.specifier.contains(installed, prereleases=True):
-            text = f"{installed} is outside of what was tested, {supported.specifier}; runs say so and go on"
+            text = f"{installed} is outside the tested range {supported.specifier}; runs start with a warning"
             lines.append(Check(WARN, name, text, f"pip install '{supported}'"))
         elif name in PACKAGES:
             lines.append(Check(OK, name, f"{installed} (supported: {supported.specifier or 'any'})"))
@@ -138,31 +127,31 @@ def version_lines() -> list[Check]:
 
 
 def installed_lines() -> list[Check]:
-    """What metadata and nvidia-smi tell of the plugin and of GPUs, without an import of verl or torch."""
-    none = Check(FAIL, "GPU", "none found", NO_GPU_FIX)
+    """Check the plugin and the GPUs by metadata and nvidia-smi, without an import of verl or torch."""
+    no_gpu = Check(FAIL, "GPU", "no GPU", NO_GPU_FIX)
     if os.environ.get("VERL_PLATFORM") == "cpu":
-        none = Check(OK, "GPU", "none, and VERL_PLATFORM=cpu")
-    found = [Check(OK, "GPU", gpu) for gpu in gpus()]
-    return [_plugin_line("installed; doctor --full loads it as a worker of verl does"), *(found or [none])]
+        no_gpu = Check(OK, "GPU", "no GPU, and VERL_PLATFORM=cpu")
+    checks = [Check(OK, "GPU", gpu) for gpu in gpus()]
+    return [_plugin_line("installed; doctor --full loads it as a worker of verl does"), *(checks or [no_gpu])]
 
 
 def _plugin_line(text: str, error: str = "") -> Check:
-    """Whether verl finds the plugin and may load it; ``text`` where it does, ``error`` where it then fails."""
+    """Check that verl finds and loads the plugin: ``text`` if it does, ``error`` if the load fails."""
     what, policy = f"plugin {NAME}", os.environ.get(POLICY, "auto").strip().lower()
     is_named = NAME in os.environ.get(MODULES, "").split(",")
     if not (is_named or entry_points(group="verl.plugins", name=NAME)):
         fix = f"{sys.executable} -m pip install <folder of this repository>"
-        return Check(FAIL, what, "not installed: verl finds no entry point", fix)
+        return Check(FAIL, what, "not installed: it has no entry point in the group verl.plugins", fix)
     if not is_named and policy != "auto" and NAME not in [name.strip() for name in policy.split(",")]:
-        why, fix = f"{POLICY}={policy} keeps verl from loading it", f"unset {POLICY}, or name {NAME} in it"
+        why, fix = f"{POLICY}={policy} keeps verl from loading it", f"unset {POLICY}, or add {NAME} to it"
         return Check(FAIL, what, why, fix)
     if error:
-        return Check(FAIL, what, f"verl goes on without it: {error}", REGISTER_FIX)
+        return Check(FAIL, what, f"verl runs without it: {error}", REGISTER_FIX)
     return Check(OK, what, text)
 
 
 def kernel_lines() -> list[Check]:
-    """Which attention kernels of packed mode are installed, by metadata."""
+    """Report by metadata which attention kernels of packed mode are installed."""
     return [
         Check(OK, name, "installed" if spec.installed else f"not installed (optional): {spec.install}")
         for name, spec in KERNELS.items()
@@ -170,7 +159,7 @@ def kernel_lines() -> list[Check]:
 
 
 def fresh_process() -> dict[str, Any]:
-    """What a worker of verl's would see, see ``tell``; ``error`` alone where verl does not load."""
+    """Return the output of ``report_process`` in a new process, or only ``error`` if verl does not load."""
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -179,56 +168,53 @@ def fresh_process() -> dict[str, Any]:
     if result.returncode:
         lines = result.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"the process ended with {result.returncode}"}  # a signal
-    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
-    return found
+    return dict(json.loads(result.stdout.strip().splitlines()[-1]))
 
 
-def tell(is_loaded: bool) -> None:
-    """Write what there is in this process, whose import of verl has loaded the plugin or not, as a line of JSON."""
+def report_process(is_loaded: bool) -> None:
+    """Print the platform, engines and errors of this process as JSON; ``is_loaded``: verl has loaded the plugin."""
     from verl.plugin.platform import get_platform
     from verl.utils.device import get_vendor
 
     platform, plugin_error, engines = get_platform(), "", []
     text = f"{type(platform).__name__}, device {platform.device_name}, vendor {get_vendor()}"
-    missing = Check(FAIL, "GPU", f"{text}: no such device found", NO_GPU_FIX)
+    missing = Check(FAIL, "GPU", f"{text}: no such device", NO_GPU_FIX)
     try:
         if is_loaded:
-            register()  # raises what the import only logs
-    except Exception as raised:  # whatever it is, no training would show it
+            register()  # raises the errors that the import only logs
+    except Exception as raised:
         plugin_error = f"{type(raised).__name__}: {raised}"
     if is_loaded and not plugin_error:
         from verl_pg_plugin.config.engine_config import assert_in_force
 
-        asked = [*product(("language_model", "value_model"), ("fsdp", "fsdp2"))]
-        asked += [("language_model", "veomni")] if find_spec("veomni") else []
-        for model_type, strategy in asked:
+        kinds = [*product(("language_model", "value_model"), ("fsdp", "fsdp2"))]
+        kinds += [("language_model", "veomni")] if find_spec("veomni") else []
+        for model_type, strategy in kinds:
             what = f"{model_type} {strategy}"
             try:
                 engines.append(Check(OK, what, assert_in_force(strategy, model_type)))
             except (RuntimeError, AssertionError, ValueError) as error:
-                fix = "do what it says, on an NVIDIA GPU or with VERL_PLATFORM=cpu"
+                fix = "correct it, on an NVIDIA GPU or with VERL_PLATFORM=cpu"
                 engines.append(Check(FAIL, what, str(error), fix))
-    seen = {
+    report = {
         "device": platform.device_name,
         "platform": asdict(Check(OK, "platform", text) if platform.is_available() else missing),
         "plugin_error": plugin_error,
         "engines": [asdict(engine) for engine in engines],
     }
-    sys.stdout.write("\n" + json.dumps(seen) + "\n")
+    sys.stdout.write("\n" + json.dumps(report) + "\n")
 
 
 def process_lines(process: dict[str, Any]) -> list[Check]:
-    """The platform that verl takes and whether it loads ours."""
+    """Report the platform that verl selects, and whether verl loads the plugin."""
     if error := process.get("error"):
-        fix = f"correct what it names; {sys.executable} -c 'import verl.workers.engine' shows where it happens"
-        return [Check(FAIL, "import verl", f"fails: {error}", fix), _plugin_line("not loaded, since verl is not")]
+        fix = f"correct the error; {sys.executable} -c 'import verl.workers.engine' shows its traceback"
+        return [Check(FAIL, "import verl", f"fails: {error}", fix), _plugin_line("not loaded, because verl is not")]
     return [Check(**process["platform"]), _plugin_line("loads", process["plugin_error"])]
 
 
 def name_lines() -> list[Check]:
-    """Names of other packages that look otherwise than where this package was tested."""
-    found = [
-        Check(FAIL, "names", why, f"pip install {fix}")
-        for why, _, fix in (p.partition("; pip install ") for p in compat.problems())
-    ]
-    return found or [Check(OK, "names", f"all {len(compat.NAMES)} are as they were")]
+    """Report names of other packages that differ from the tested versions."""
+    problems = (problem.partition("; pip install ") for problem in compat.problems())
+    checks = [Check(FAIL, "names", why, f"pip install {fix}") for why, _, fix in problems]
+    return checks or [Check(OK, "names", f"all {len(compat.NAMES)} names match the tested versions")]

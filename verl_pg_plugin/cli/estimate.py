@@ -1,4 +1,4 @@
-"""``estimate``: tokens and FLOPs of given lengths or data, total and computed, and the nearest measured update."""
+"""``estimate``: tokens and FLOPs of a mini-batch, total and computed, and the nearest measured update."""
 
 import argparse
 import json
@@ -11,8 +11,8 @@ import numpy as np
 from verl_pg_plugin.cli import CommandError
 from verl_pg_plugin.layout import IntArray, PrefixOrder, build_prefix_order
 
-MOST_TOKENS, MOST_SEQUENCES = 10**9, 10**6  # pairs of tokens fit int64, and arrays of sequences fit in memory
-UNKNOWN = 2**31  # the first of token ids that no vocabulary has
+MAX_TOKENS, MAX_SEQUENCES = 10**9, 10**6  # pairs of tokens fit int64, and arrays of sequences fit in memory
+UNKNOWN = 2**31  # token ids from here on are in no vocabulary
 MEASURED = {
     "Qwen3-4B, prompt 4096, response 1024, n 1": (1.00, 1.52),
     "Qwen3-4B, prompt 300, response 4096, n 8": (1.06, 1.51),
@@ -22,17 +22,17 @@ MEASURED = {
     "Qwen3-4B, prompt 32768, response 1024, n 8": (6.60, 7.86),
     "Qwen3-4B, agents of 10 turns": (9.88, 11.52),
 }
-"""Dedup ratio and speed-up of updates on one H200, of docs/data/updates.csv."""
+"""Dedup ratio and speed-up of updates on one H200 (docs/data/updates.csv)."""
 
 
 def add_parser(subparsers: Any) -> None:
     about = "tokens and FLOPs of a mini-batch, total and computed, and the nearest measured update"
-    parser = subparsers.add_parser("estimate", help=about, description=f"Counts {about}. Nothing is run.")
+    parser = subparsers.add_parser("estimate", help=about, description=f"Count {about}. Nothing is run.")
     add = parser.add_argument
-    add("--model", required=True, help="folder of a checkpoint, or a hub id; weights are not read")
-    add("--prompt", type=_count, help="tokens of a prompt")
-    add("--response", type=_count, help="tokens of each response (their mean)")
-    add("--n", type=_count, default=8, help="responses to a prompt (8)")
+    add("--model", required=True, help="checkpoint folder or hub id; weights are not read")
+    add("--prompt", type=_count, help="tokens per prompt")
+    add("--response", type=_count, help="tokens per response (mean)")
+    add("--n", type=_count, default=8, help="responses per prompt (8)")
     add("--data", type=Path, help="instead of --prompt: parquet file of prompts as verl reads it")
     add("--prompt-key", default="prompt", help="column of the messages (prompt)")
     add("--rollouts", type=Path, help="instead of lengths: trainer.rollout_data_dir of a run; the last step is read")
@@ -41,17 +41,17 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _count(text: str) -> int:
-    if not (text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= MOST_TOKENS):
-        raise argparse.ArgumentTypeError(f"{text} is not an integer from 1 to {MOST_TOKENS:,}")
+    if not (text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= MAX_TOKENS):
+        raise argparse.ArgumentTypeError(f"{text} is not an integer from 1 to {MAX_TOKENS:,}")
     return int(text)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the counts, and the measured update whose dedup ratio is nearest."""
+    """Print the counts and the measured update with the nearest dedup ratio."""
     if sum(source is not None for source in (args.prompt, args.data, args.rollouts)) != 1:
-        raise CommandError("lengths come from exactly one of --prompt, --data and --rollouts")
+        raise CommandError("lengths must come from exactly one source. Fix: --prompt, --data or --rollouts")
     if args.rollouts is None and args.response is None:
-        raise CommandError("prompts do not say how long responses are. Fix: --response <tokens>")
+        raise CommandError("--response is not set. Fix: --response <tokens>")
     from transformers import AutoConfig, AutoTokenizer
 
     from verl_pg_plugin.architectures import architecture_issues
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def count_flops(config: Any, order: PrefixOrder, prompts: IntArray) -> str:
-    """FLOPs of a forward over sequences with prompts of these lengths (B,), or why they cannot be counted."""
+    """Return a line with the FLOPs of a forward over sequences with prompt lengths (B,), or why they are unknown."""
     from verl_pg_plugin.planning.cost import ModelFlops
     from verl_pg_plugin.skeleton import text_skeleton
 
@@ -87,22 +87,22 @@ def count_flops(config: Any, order: PrefixOrder, prompts: IntArray) -> str:
 
 
 def load(auto_class: Any, name: str) -> Any:
-    """A checkpoint's config or tokenizer, from a folder, the cache or the hub."""
+    """Load a checkpoint's config or tokenizer from a folder, the cache or the hub."""
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of transformers, of the hub's client, or of a class of configs
+    except Exception as error:  # from transformers, the hub client or a config class
         raise CommandError(f"--model={name}: {error}. Fix: --model <folder of a checkpoint>") from error
 
 
 def read_data(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, IntArray]:
-    """The first prompts of a parquet file through the model's chat template, and responses of one length."""
+    """Read the first prompts of a parquet file with the model's chat template; responses have one length."""
     import pyarrow.parquet as pq
 
     try:
         chats = pq.read_table(args.data, columns=[args.prompt_key])[0][: args.groups].to_pylist()
         texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
         order, lengths = _sorted(tokenizer, [(text, "") for text in texts])
-    except Exception as error:  # of pyarrow, or of the template, which is code of the checkpoint's own
+    except Exception as error:  # from pyarrow or the checkpoint's chat template
         why = f"--data={args.data} --prompt-key={args.prompt_key}: {type(error).__name__}: {error}"
         raise CommandError(f"{why}. Fix: a parquet file, and its column of messages") from error
     sys.stdout.write(f"{len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens\n")
@@ -110,13 +110,13 @@ def read_data(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, In
 
 
 def read_rollouts(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, IntArray]:
-    """The first groups of verl's dump of the last step, whose text lacks special tokens."""
+    """Read the first groups of the last step that verl dumped, as text without special tokens."""
     file = max(args.rollouts.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem), default=args.rollouts)
     groups: dict[str, list[tuple[str, str]]] = {}
     try:
-        for line in filter(None, file.read_text("utf-8", "replace").split("\n")):  # Unicode has other ends of lines
+        for line in filter(None, file.read_text("utf-8", "replace").split("\n")):  # not splitlines: Unicode
             record = json.loads(line)
-            # Sequences of a prompt share their uid but for ``_session_output``; V0's dump has none.
+            # Sequences of a prompt share their uid except its suffix ``_session_output``; V0 dumps no uid.
             uid = str(record["uid"]).rsplit("_", 2)[0] if "uid" in record else record["input"]
             groups.setdefault(uid, []).append((record["input"], record["output"]))
         texts = [pair for group in list(groups.values())[: args.groups] for pair in group]
@@ -129,19 +129,19 @@ def read_rollouts(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder
 
 
 def _sorted(tokenizer: Any, texts: list[tuple[str, str]]) -> tuple[PrefixOrder, IntArray]:
-    """B prompts and responses in the order of their tokens, and the lengths of the prompts (B,)."""
+    """Return the prefix order of B tokenized sequences, and their prompt lengths (B,) in that order."""
     pairs = [[tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair] for pair in texts]
     if not (pairs and all(prompt for prompt, _ in pairs)):
-        raise ValueError("it needs prompts of at least one token")
+        raise ValueError("prompts need at least one token")
     tokens = [np.array(prompt + (response or [UNKNOWN + row])) for row, (prompt, response) in enumerate(pairs)]
     order = build_prefix_order(np.concatenate(tokens), np.cumsum([0, *map(len, tokens)]))
     return order, np.array([len(pairs[row][0]) for row in order.sequences])
 
 
 def _with_responses(prompts: IntArray, shared: IntArray, args: argparse.Namespace) -> tuple[PrefixOrder, IntArray]:
-    """``--n`` responses to each of G prompts, which share ``shared`` (G,) tokens with the prompt before them."""
-    if (number := len(prompts) * args.n) > MOST_SEQUENCES:
-        raise CommandError(f"--n={args.n}: {number:,} sequences are more than {MOST_SEQUENCES:,}. Fix: --n <fewer>")
+    """Return the order of ``--n`` responses to G prompts; each shares ``shared`` (G,) tokens with the previous one."""
+    if (number := len(prompts) * args.n) > MAX_SEQUENCES:
+        raise CommandError(f"--n={args.n}: {number:,} sequences are more than {MAX_SEQUENCES:,}. Fix: --n <fewer>")
     lengths = np.repeat(prompts, args.n)
     num_shared = lengths - 1
     num_shared[:: args.n] = shared

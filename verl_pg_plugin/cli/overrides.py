@@ -1,4 +1,4 @@
-"""The doctor's report on a set of overrides: mode, attention kernel, compiled layers, and what preflight says."""
+"""The doctor's report on a set of overrides: mode, attention kernel, compiled layers and preflight issues."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from verl_pg_plugin.cli import FAIL, MODE, OK, WARN, Check, CommandError
 from verl_pg_plugin.config.checkpoint import read_checkpoint
 from verl_pg_plugin.config.compile import layer_compilation
 from verl_pg_plugin.config.engage import add_sections
-from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.keys import ACTOR, OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
-from verl_pg_plugin.config.options import added
+from verl_pg_plugin.config.options import force_add
 from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rollout import rollout_parts, summary
 from verl_pg_plugin.config.rules import engine_of
@@ -25,15 +25,15 @@ from verl_pg_plugin.mixers.attention import attention_needs
 
 
 def compose_config(overrides: list[str], folder: str = "", name: str = "") -> DictConfig:
-    """The config that an entry point would run: of verl's, which comes to the same as ours, or of one with a folder."""
-    place = Path(folder or Path(__file__).parents[1] / "config/hydra").absolute()
+    """Compose the config that an entry point would run: ours, which matches verl's, or one in another folder."""
+    config_dir = Path(folder or Path(__file__).parents[1] / "config/hydra").absolute()
     try:
-        with initialize_config_dir(str(place), version_base=None):
-            config = compose(name or "pg_ppo_trainer", overrides=[*map(added, overrides)])
+        with initialize_config_dir(str(config_dir), version_base=None):
+            config = compose(name or "pg_ppo_trainer", overrides=[*map(force_add, overrides)])
         add_sections(config)
         OmegaConf.resolve(config.copy())
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # the last: Hydra's of prefix_grouper=null
-        override = getattr(error, "override", None)  # of one that cannot be parsed
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: prefix_grouper=null
+        override = getattr(error, "override", None)  # set if it cannot be parsed
         message = " ".join(str(error).split()) + "; for ~ write $HOME" * ("~" in (override or "")[1:])
         raise CommandError(f"cannot parse the override {override}: {message}" if override else message) from error
     if "actor_rollout_ref" not in config or "enable" not in (config.get("critic") or ()):
@@ -43,7 +43,7 @@ def compose_config(overrides: list[str], folder: str = "", name: str = "") -> Di
 
 
 def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
-    """Mode, attention kernel, compiled layers, and everything that an entry point would say."""
+    """Report mode, attention kernel, compiled layers, rollouts and all issues of preflight."""
     mode, device, hf_config = mode_of(config), get_device_name(), read_checkpoint(config)[0]
     issues = preflight(config, asks_verl=asks_verl)
     flags = ", ".join(f"{key}={OmegaConf.select(config, key)}" for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING))
@@ -52,7 +52,7 @@ def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
         lines = [Check(WARN, MODE, f"{mode.value}, which shares nothing ({flags})", f"{USE_PREFIX_GROUPER}=True")]
     if mode.shares_prefixes and not any(ATTENTION_KERNEL in issue.setting for issue in issues):
         needs = attention_needs(hf_config.get_text_config()) if hf_config else None
-        lines += taken_kernel(device, OmegaConf.select(config, f"{OPTIONS}.attention_kernel", default="auto"), needs)
+        lines += selected_kernel(device, OmegaConf.select(config, f"{OPTIONS}.attention_kernel", default="auto"), needs)
     engine = engine_of(config, ACTOR, hf_config)
     if mode is Mode.PACKED and hf_config and engine.option("compile_layers") is not None:
         compiles, why = layer_compilation(engine)
@@ -60,18 +60,18 @@ def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
     if mode.shares_prefixes:
         lines.append(Check(OK, "rollouts", summary(rollout_parts(config))))
     for issue in issues:
-        fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
-        lines.append(Check(WARN if issue.is_warning else FAIL, "settings", f"{issue.where}: {issue.why}", fix))
+        status = WARN if issue.is_warning else FAIL
+        lines.append(Check(status, "settings", f"{issue.where}: {issue.why}", issue.fix))
     return lines
 
 
-def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:
-    """The kernel that packed mode takes on a device, or why it takes none; where there is no such device, nothing."""
+def selected_kernel(device: str, setting: str = "auto", needs: Any = None) -> list[Check]:
+    """Report the kernel that packed mode selects on a device, or why it selects none; [] without such a device."""
     if device == "cuda" and not torch.cuda.is_available():
-        return []  # which fails in a line of its own
+        return []  # reported as a missing GPU
     try:
-        kernel = select_kernel(asked, device, needs)
+        kernel = select_kernel(setting, device, needs)
     except RuntimeError as error:
-        fix = KERNELS["flash_attn_2"].install if asked == "auto" else f"{ATTENTION_KERNEL}=auto"
+        fix = KERNELS["flash_attn_2"].install if setting == "auto" else f"{ATTENTION_KERNEL}=auto"
         return [Check(FAIL, "attention kernel", str(error), fix)]
     return [Check(OK, "attention kernel", f"{kernel.name} ({kernel.reason})")]

@@ -1,6 +1,6 @@
 """Configuration of the plugin: options, modes, engine config, rules, preflight and Hydra files.
 
-The import loads neither verl nor torch. The engine configs, subclasses of verl's, are loaded on first use.
+Importing it loads neither verl nor torch; the engine configs, which subclass verl's, load on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Read the checkpoint that a trainer's config names, and say why its architecture cannot share prefixes."""
+"""Read the config of a run's checkpoint and check that its architecture can share prefixes."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from verl_pg_plugin.issue import Issue
 
 
 def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[PretrainedConfig | None, list[Issue]]:
-    """Return the config of a model section's checkpoint, with overrides, and why it cannot share prefixes.
+    """Return the config of a model section's checkpoint, overrides applied, and the issues of its architecture.
 
-    It reads neither the hub nor the checkpoint's code. The config is None if it cannot be read without them.
+    Only local files are read and no checkpoint code runs. The config is None if that does not suffice.
     """
     key = f"{section}.{'hf_config_path' if OmegaConf.select(config, f'{section}.hf_config_path') else 'path'}"
     source, own = str(OmegaConf.select(config, key)), f"{section}.override_config"
@@ -25,7 +25,7 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         if "model_config" in overrides:
             own, overrides = f"{own}.model_config", overrides["model_config"]
         update_model_config(hf_config, override_config_kwargs=overrides)
-    except Exception:  # any class of configs may raise anything; verl reads it again in the workers and reports that
+    except Exception:  # config classes may raise anything; verl's workers read it again and report the error
         return None, []
     issues = []
     trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))

@@ -1,7 +1,4 @@
-"""Whether decoder layers are compiled: one decision, for the engines, preflight and the doctor alike.
-
-``engine/compiled_layers.py`` compiles them.
-"""
+"""Decide whether decoder layers are compiled; ``engine/compiled_layers.py`` compiles them."""
 
 import importlib.util
 import inspect
@@ -24,95 +21,89 @@ mistral mixtral moshi nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwe
 qwen3 qwen3_moe qwen3_vl qwen3_vl_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
 """
 COMPILED_TYPES = frozenset(_RAN_ON_A_GPU.split())
-"""Types whose layers ``compile_layers=auto`` compiles. On a GPU in bf16 each was as close to float32 as stock verl
-(docs/data/gpu_tests_one_h200.csv), on a CPU exact in float32 (``tests/architectures/test_compiled_layers.py``)."""
+"""Model types whose layers ``compile_layers=auto`` compiles. On a GPU their bf16 error is that of stock verl
+(docs/data/gpu_tests_one_h200.csv); on a CPU they are exact in float32 (tests/architectures/test_compiled_layers.py)."""
 
 WRONG_COMPILED: dict[str, str] = {"apertus": "are 1e-4 off in a log-prob and 1e-5 in a gradient (torch 2.13 on a CPU)"}
-"""Types whose layers are wrong under ``torch.compile``: refused with ``compile_layers=True``."""
+"""Model types with inexact layers under ``torch.compile``: ``compile_layers=True`` is refused."""
 
 MANAGED, WHOLE = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
-"""Flags of a module under FSDP1: the second, which FSDP never reads, decides whether dynamo compiles the module."""
+"""Module flags of FSDP1. FSDP never reads the second; it decides whether dynamo compiles the module."""
 
 
 def layer_compilation(engine: Engine) -> tuple[bool, str]:
-    """Whether an engine whose checkpoint's config is known compiles its decoder layers, and why."""
-    asked = engine.option("compile_layers")
-    if asked != "auto":
-        unsure = untested_type(engine) if asked is True and engine.device == "cuda" else ""
-        return asked is True, f"{COMPILE_LAYERS}={asked}" + (f"; {unsure}" if unsure else "")
+    """Return whether an engine with a known checkpoint config compiles its decoder layers, and why."""
+    option = engine.option("compile_layers")
+    if option != "auto":
+        caution = untested_type(engine) if option is True and engine.device == "cuda" else ""
+        return option is True, f"{COMPILE_LAYERS}={option}" + (f"; {caution}" if caution else "")
     flat = has_flat_parameters(engine)
     if why := layers_obstacle(engine) or compiler_obstacle(engine.device, flat):
         return False, f"{COMPILE_LAYERS}=auto: {why}"
-    own_class = "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {})
-    wraps = flat and any((engine.get("wrap_policy") or {}).values())
+    custom_class = "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {})
+    custom_wrap = flat and any((engine.get("wrap_policy") or {}).values())
     untested = "compiled layers have not been tested with"
     reasons = (
         (engine.of_model("use_liger"), f"{untested} Liger kernels (use_liger)"),
         (engine.get("qat.enable"), f"{untested} quantization-aware training (qat)"),
-        (wraps, "under strategy=fsdp a wrap_policy may make units inside layers, around which torch compiles nothing"),
+        (custom_wrap, "with strategy=fsdp torch compiles no layer in which a wrap_policy wraps submodules"),
         (engine.get("strategy") == "fsdp" and engine.of_model("lora_rank"), f"{untested} LoRA under strategy=fsdp"),
-        (engine.on_veomni, "compiled layers of VeOmni's models have not run on a GPU"),
-        (own_class and engine.of_model("trust_remote_code"), "the checkpoint may bring a model class of its own"),
+        (engine.on_veomni, f"{untested} VeOmni's models on a GPU"),
+        (custom_class and engine.of_model("trust_remote_code"), "the checkpoint may bring its own model class"),
     )
-    unsafe = next((why for is_so, why in reasons if is_so), "")
+    unsafe = next((why for applies, why in reasons if applies), "")
     if not unsafe and engine.device != "cuda":
         unsafe = f"compiling pays on a GPU, and this device is {engine.device}"
     if unsafe := unsafe or untested_type(engine):
-        return False, f"{COMPILE_LAYERS}=auto: {unsafe}; {COMPILE_LAYERS}=True compiles them all the same"
+        return False, f"{COMPILE_LAYERS}=auto: {unsafe}; {COMPILE_LAYERS}=True compiles them anyway"
     return True, f"{COMPILE_LAYERS}=auto: {engine.hf_config.model_type} ran compiled on a GPU"
 
 
 def untested_type(engine: Engine) -> str:
-    """Why the layers of a model type may not be exact, or fail, compiled on a GPU; empty of types that ran so."""
+    """Return why compiled layers of this model type may be inexact or fail on a GPU, or '' if they were tested."""
     model_type = getattr(engine.hf_config, "model_type", "")
     return "" if model_type in COMPILED_TYPES else f"layers of {model_type} have not been tested compiled on a GPU"
 
 
 def layers_obstacle(engine: Engine) -> str:
-    """Why an engine cannot run its layers compiled, whatever the machine; empty if it can."""
+    """Return why an engine cannot run compiled layers on any machine, or '' if it can."""
     model_type = getattr(engine.hf_config, "model_type", "")
     if engine.mode is not Mode.PACKED:
         return "compiled layers have not been verified with padded groups"
     if has_flat_parameters(engine) and engine.of_model("lora_rank"):
-        return "strategy=fsdp makes each adapter of LoRA a unit of its own inside a layer, and strategy=fsdp2 does not"
+        return "strategy=fsdp wraps each LoRA adapter as an FSDP unit inside a layer, and strategy=fsdp2 does not"
     if engine.on_veomni and engine.get("router_replay.mode") in ("R2", "R3"):
-        return "router replay tells each layer its experts, and torch would compile every layer by itself"
+        return "router replay passes each layer its experts, so torch would compile every layer separately"
     return f"compiled layers of {model_type} {WRONG_COMPILED[model_type]}" if model_type in WRONG_COMPILED else ""
 
 
 def has_flat_parameters(engine: Engine) -> bool:
-    """Whether FSDP1 keeps the parameters of a layer as views of one flat parameter."""
+    """Return True if FSDP1 keeps the parameters of a layer as views of one flat parameter."""
     return engine.get("strategy") == "fsdp" and not engine.get("use_orig_params")
 
 
 def compiler_obstacle(device: str, flat_parameters: bool = False) -> str:
-    """Why torch compiles nothing here; empty if nothing is in the way. Compiles nothing to find out."""
-    from torch._dynamo import config  # seconds, which a run that does not ask is spared
+    """Return why torch cannot compile on this machine, or '' if it can. Nothing is compiled to check."""
+    from torch._dynamo import config  # a slow import
 
     if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "torch.compile is switched off; unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
     if config.suppress_errors:
         return "torch would hide failures and run layers uncompiled; unset TORCHDYNAMO_SUPPRESS_ERRORS"
-    if flat_parameters and (why := _flat_parameters_obstacle()):
-        return why
+    if flat_parameters:
+        from torch._dynamo.variables import builder
+
+        source = inspect.getsource(builder)
+        if not (MANAGED in source and WHOLE in source):
+            return f"this torch does not read {WHOLE} of FSDP1 layers (strategy=fsdp); layers of strategy=fsdp2 compile"
     if device != "cuda":
-        named = os.environ.get("CXX", "g++")  # all that torch looks for on Linux
-        return "" if shutil.which(named) else f"torch.compile needs a C++ compiler and does not find {named}"
+        cxx = os.environ.get("CXX", "g++")  # torch tries nothing else on Linux
+        return "" if shutil.which(cxx) else f"torch.compile needs a C++ compiler and does not find {cxx}"
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton, which is not installed: pip install triton"
-    usual = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if not any(map(shutil.which, usual)):
-        return f"Triton needs a C compiler and does not find {' or '.join(usual)}: install gcc, or set CC to one"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"Triton needs a C compiler and does not find {' or '.join(compilers)}: install gcc, or set CC to one"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        return "Triton needs Python.h and finds none: install python3-dev"
+        return "Triton needs Python.h, which is missing: install python3-dev"
     return ""
-
-
-def _flat_parameters_obstacle() -> str:
-    """Why ``let_flat_parameters_compile`` does nothing with the installed torch; empty if it does what it says."""
-    from torch._dynamo.variables import builder
-
-    source = inspect.getsource(builder)
-    if MANAGED in source and WHOLE in source:
-        return ""
-    return f"this torch does not ask {WHOLE} of the layers of FSDP1 (strategy=fsdp); those of strategy=fsdp2 compile"

@@ -1,6 +1,6 @@
-"""Make ``actor.use_prefix_grouper=True`` mean something in verl's own ``python -m verl.trainer.main_ppo``.
+"""Apply ``actor.use_prefix_grouper=True`` in verl's own ``python -m verl.trainer.main_ppo``.
 
-verl's config has the flag and no field that carries it to the engines. What our entry point composes with Hydra is put
+verl's config has the flag and passes it to no engine. The sections that our entry point composes with Hydra are merged
 into verl's composed config here.
 """
 
@@ -22,25 +22,25 @@ STOCK_ENGINE_CONFIGS = ("verl.workers.config.FSDPEngineConfig", "verl.workers.co
 
 
 def engage(config: DictConfig, *, from_ours: bool = False) -> None:
-    """Give a config whose flag is set our engine configs and options, in place; again changes nothing.
+    """Add our engine configs and options to a config whose flag is set, in place and idempotently, and check it.
 
-    It is composed from verl's ``ppo_trainer``. What the user has set in a section of ours stays, for the rules to look
-    at, which may raise ConfigError. Our entry point has stock runs looked at too, and verl's validation asked.
+    The user's settings in our sections are kept. ``from_ours`` checks stock runs too and runs verl's own validation.
+    ConfigError if a rule refuses a setting.
     """
     add_sections(config)
-    if from_ours or _asks(config):
+    enabled = _is_enabled(config)
+    if from_ours or enabled:
         check(config, asks_verl=from_ours)
-        if _asks(config):
+        if enabled:
             logger.info("verl_pg_plugin: rollouts: %s", summary(rollout_parts(config)))
     elif OPTIONS in config:
-        logger.warning("verl_pg_plugin: options of ++%s do nothing without %s=True", OPTIONS, USE_PREFIX_GROUPER)
+        logger.warning("verl_pg_plugin: options of ++%s have no effect without %s=True", OPTIONS, USE_PREFIX_GROUPER)
 
 
 def engage_or_exit(config: DictConfig, *, from_ours: bool = False) -> None:
-    """``engage`` for entry points: errors end the process without a traceback, with exit code 2.
+    """Call ``engage`` for an entry point: errors exit with code 2 and no traceback.
 
-    Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none: a
-    flag that would do nothing is a ConfigError.
+    If Ray already runs, the caller is a recipe with its own trainer; a flag without our engine configs is an error.
     """
     if from_ours or not ray.is_initialized():
         try:
@@ -48,24 +48,24 @@ def engage_or_exit(config: DictConfig, *, from_ours: bool = False) -> None:
         except (ConfigError, OmegaConfBaseException) as error:
             sys.stderr.write(f"{error}\n")
             raise SystemExit(2) from None
-    elif _asks(config) and (found := [issue for issue in sharing_issues(config) if not issue.is_warning]):
-        raise ConfigError(found)
+    elif _is_enabled(config) and (errors := [issue for issue in sharing_issues(config) if not issue.is_warning]):
+        raise ConfigError(errors)
 
 
-def _asks(config: DictConfig) -> bool:
+def _is_enabled(config: DictConfig) -> bool:
     return OmegaConf.select(config, USE_PREFIX_GROUPER) not in (None, False)
 
 
 def add_sections(config: DictConfig) -> None:
-    """What our entry point composes, below what the user has set, where the flag is set and an engine of ours runs."""
+    """Add the sections of our entry point, below the user's settings, if the flag is set and we have the engine."""
     strategy = OmegaConf.select(config, f"{ACTOR}.strategy")
     group, key = (VEOMNI, VEOMNI) if strategy == VEOMNI else ("dp", "fsdp_config._target_")
     known = strategy in STRATEGIES and OmegaConf.select(config, f"{ACTOR}.{key}") is not None
-    if not (known and _asks(config)):
+    if not (known and _is_enabled(config)):
         return
     folder = files("verl_pg_plugin.config.hydra") / "prefix_grouper"
     options, engines = OmegaConf.load(str(folder / "options.yaml")), OmegaConf.load(str(folder / f"{group}.yaml"))
-    del engines["defaults"]  # type: ignore[arg-type]  # the options, as Hydra is told
+    del engines["defaults"]  # type: ignore[arg-type]  # for Hydra only
     users = copy.deepcopy(config)
     with open_dict(users):
         for engine in ENGINES:

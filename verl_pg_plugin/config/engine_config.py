@@ -1,4 +1,4 @@
-"""Engine configs of the shared-prefix engines: verl's for FSDP and VeOmni plus the switches of this plugin."""
+"""verl's engine configs for FSDP and VeOmni with the flag and the options of this plugin."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -15,21 +15,21 @@ from verl_pg_plugin.issue import ConfigError, Issue
 
 @dataclass
 class PrefixGrouperEngineConfig(FSDPEngineConfig):
-    """``FSDPEngineConfig`` with the switch of this plugin; a RuntimeError where verl would build another engine."""
+    """``FSDPEngineConfig`` with this plugin's flag and options; RuntimeError if verl would build a foreign engine."""
 
-    use_prefix_grouper: bool = False  # store and compute every shared prefix once; off runs the stock engine
+    use_prefix_grouper: bool = False  # compute every shared prefix once; False runs the stock engine
     prefix_grouper: PrefixGrouperOptions = field(default_factory=PrefixGrouperOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _read_options(self)
-        if self.use_prefix_grouper:  # FSDPActorConfig writes the strategy of the two in here later
+        if self.use_prefix_grouper:  # FSDPActorConfig sets the strategy, one of two, later
             _assert_all_in_force(*FSDP_STRATEGIES)
 
 
 @dataclass
 class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
-    """``VeOmniEngineConfig`` with the same."""
+    """``VeOmniEngineConfig`` with this plugin's flag and options; RuntimeError if verl would build a foreign engine."""
 
     use_prefix_grouper: bool = False
     prefix_grouper: PrefixGrouperOptions = field(default_factory=PrefixGrouperOptions)
@@ -37,18 +37,18 @@ class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _read_options(self)
-        # A driver may lack the package, which the workers ask for again.
+        # A driver may lack the package; the workers check again.
         if self.use_prefix_grouper and importlib.util.find_spec("veomni") is not None:
             _assert_all_in_force(VEOMNI)
 
     @property
     def use_no_sync_for_gradient_accumulation(self) -> bool:
-        """FSDP's name for what VeOmni never does: keep whole gradients from one micro-batch to the next."""
+        """False: VeOmni never keeps unsharded gradients between micro-batches. FSDP reads this name."""
         return False
 
 
 def _read_options(engine: PrefixGrouperEngineConfig | PrefixGrouperVeOmniEngineConfig) -> None:
-    """Options of an SFT run, which are a mapping and which no preflight has seen; ConfigError where they are wrong."""
+    """Check and convert the options of an SFT run: a mapping that no preflight has checked."""
     if isinstance(options := engine.prefix_grouper, Mapping):
         given = {str(name): value for name, value in options.items() if name != "_target_"}
         if issues := list(option_issues(given, f"+engine.{OPTIONS}")):
@@ -62,14 +62,14 @@ def _read_options(engine: PrefixGrouperEngineConfig | PrefixGrouperVeOmniEngineC
 
 
 def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
-    """The name of the engine that verl would build on this machine: ours or one derived from it, or a RuntimeError."""
+    """Return the name of the engine that verl would build here; RuntimeError unless it is or derives from ours."""
     engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
     if not any(base.__module__.startswith("verl_pg_plugin.") for base in engine_cls.__mro__):
+        name = f"{engine_cls.__module__}.{engine_cls.__qualname__} for strategy {strategy}"
         raise RuntimeError(
-            f"actor.use_prefix_grouper=True, but verl would build {engine_cls.__module__}.{engine_cls.__qualname__} "
-            f"for strategy {strategy} and silently share nothing; unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR, "
-            "check that VERL_USE_EXTERNAL_PLUGINS does not exclude verl_pg_plugin, and see what python -m "
-            "verl_pg_plugin doctor says"
+            f"actor.use_prefix_grouper=True, but verl would build {name} and silently share nothing. Fix: unset "
+            "VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR, include verl_pg_plugin in VERL_USE_EXTERNAL_PLUGINS, and run "
+            "python -m verl_pg_plugin doctor"
         )
     return str(engine_cls.__qualname__)
 

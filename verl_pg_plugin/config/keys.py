@@ -1,4 +1,4 @@
-"""Keys of verl's trainer config, and how a count is read from it."""
+"""Keys of verl's trainer config."""
 
 import math
 
@@ -18,10 +18,10 @@ USE_REMOVE_PADDING = f"{MODEL}.use_remove_padding"
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
 VEOMNI = "veomni"
 STRATEGIES = (*FSDP_STRATEGIES, VEOMNI)
-"""Strategies of verl for which this plugin has engines."""
+"""verl's strategies for which this plugin has engines."""
 
 
 def count_of(config: DictConfig, key: str) -> int:
-    """Return a positive number without its fraction, which limits of micro-batches may have; 0 for all else."""
+    """Return a positive number as an integer, 0 for anything else. Micro-batch limits may be floats."""
     value = OmegaConf.select(config, key)
     return int(value) if type(value) in (int, float) and 1 <= value < math.inf else 0

@@ -1,4 +1,4 @@
-"""The four ways to run a model, chosen by flags that verl already has, and what one engine of a run is asked."""
+"""The four modes, selected by flags that verl already has, and the settings of one engine."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -22,7 +22,7 @@ SP_SIZE = "ulysses_sequence_parallel_size"
 
 
 class Mode(Enum):
-    """How sequences enter the model; the value is its name in logs."""
+    """Format of the model's input. The values are the names in logs."""
 
     PADDED = "padded"
     RMPAD = "rmpad"
@@ -31,17 +31,17 @@ class Mode(Enum):
 
     @property
     def shares_prefixes(self) -> bool:
-        """True for the modes that run this plugin's engine, False for stock verl."""
+        """True for the modes of this plugin's engines, False for stock verl."""
         return self in (Mode.PADDED_GROUPS, Mode.PACKED)
 
 
 def mode_of(config: DictConfig) -> Mode:
-    """Mode that ``actor.use_prefix_grouper`` and ``model.use_remove_padding`` of a trainer's config select."""
+    """Return the mode that ``actor.use_prefix_grouper`` and ``model.use_remove_padding`` of a trainer config select."""
     return mode_by_flags(OmegaConf.select(config, USE_PREFIX_GROUPER), OmegaConf.select(config, USE_REMOVE_PADDING))
 
 
 def mode_by_flags(use_prefix_grouper: Any, use_remove_padding: Any) -> Mode:
-    """Mode of one engine, whose model may have a padding flag of its own. Words count as true, as they do in verl."""
+    """Return the mode of one engine, whose model may have its own padding flag. Strings are true, as in verl."""
     if use_prefix_grouper:
         return Mode.PACKED if use_remove_padding else Mode.PADDED_GROUPS
     return Mode.RMPAD if use_remove_padding else Mode.PADDED
@@ -49,18 +49,18 @@ def mode_by_flags(use_prefix_grouper: Any, use_remove_padding: Any) -> Mode:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine of a run by its two configs: verl's dataclasses in a worker, sections of the same keys before Ray."""
+    """One engine of a run and its configs: verl's dataclasses in a worker, config sections before Ray starts."""
 
     role: str  # ``ACTOR``, ``REF`` or ``CRITIC``
-    config: Any  # of the engine
-    model: Any  # config of the model
-    device: str  # its type, as verl names it
-    hf_config: Any = None  # of the checkpoint, overrides applied; None where it cannot be read here
+    config: Any  # engine config
+    model: Any  # model config
+    device: str  # device type, as verl names it
+    hf_config: Any = None  # checkpoint config with overrides; None if it cannot be read here
     sp_key: str = ""  # key that sets the Ulysses size
 
     @classmethod
     def of(cls, engine_config: Any, model_config: Any) -> "Engine":
-        """The engine that a worker builds here from our engine config and verl's ``HFModelConfig``."""
+        """Return the engine that a worker builds from our engine config and verl's ``HFModelConfig``."""
         from verl.utils.device import get_device_name
 
         role = REF if engine_config.forward_only else ACTOR
@@ -75,18 +75,18 @@ class Engine:
 
     @property
     def on_veomni(self) -> bool:
-        """Whether verl's VeOmni engine builds it, else that of FSDP."""
+        """True for verl's VeOmni engine, False for its FSDP engine."""
         return bool(self.get("strategy") == VEOMNI)
 
     @property
     def section(self) -> str:
-        """Of the engine config in the trainer's config."""
-        of_fsdp = "fsdp" if self.role == CRITIC else "fsdp_config"
-        return f"{self.role}.{VEOMNI if self.on_veomni else of_fsdp}"
+        """Key of the engine config in the trainer config."""
+        fsdp = "fsdp" if self.role == CRITIC else "fsdp_config"
+        return f"{self.role}.{VEOMNI if self.on_veomni else fsdp}"
 
     @property
     def sp_name(self) -> str:
-        """Of the Ulysses size in the engine config."""
+        """Name of the Ulysses size in the engine config."""
         return "ulysses_parallel_size" if self.on_veomni else SP_SIZE
 
     @property
@@ -95,28 +95,26 @@ class Engine:
 
     @property
     def sp_size(self) -> int:
-        """Ranks that share the tokens of a micro-batch; 1 where the config holds no positive integer."""
+        """Ranks that share the tokens of a micro-batch; 1 unless the config has a positive integer."""
         size = self.get(self.sp_name)
         return size if isinstance(size, int) and size > 0 else 1
 
     def get(self, path: str) -> Any:
-        """A value of the engine config, None where there is none."""
         return _read(self.config, path)
 
     def of_model(self, path: str) -> Any:
-        """A value of the model config, None where there is none."""
         return _read(self.model, path)
 
     def model_setting(self, path: str) -> str:
-        """The same as on the command line."""
+        """Return a setting of the model config as on the command line."""
         return f"{self.model_section}.{path}={self.of_model(path)}"
 
     def option(self, name: str) -> Any:
-        """A value of the section ``prefix_grouper``."""
         return _read(self.config, f"{OPTIONS}.{name}")
 
 
 def _read(section: Any, path: str) -> Any:
+    """Return the value at a dotted path of a mapping or dataclass, or None."""
     for name in path.split("."):
         section = section.get(name) if hasattr(section, "get") else getattr(section, name, None)
     return section

@@ -1,4 +1,4 @@
-"""The section ``prefix_grouper`` of the trainer's config, and the values that its options take."""
+"""The section ``prefix_grouper`` of the trainer config and the values of its options."""
 
 import difflib
 import math
@@ -15,32 +15,31 @@ from verl_pg_plugin.planning.activation_level import Level
 
 @dataclass(frozen=True)
 class PrefixGrouperOptions:
-    """The section ``prefix_grouper`` of the trainer's config; every engine gets the same.
+    """The section ``prefix_grouper`` of the trainer config, which every engine receives.
 
     Args:
-        attention_kernel: kernel of packed mode. auto takes the fastest that is installed and fits the model.
-        activations: what decoder layers keep for their backward where gradient checkpointing is on, and where it waits.
-            all: everything, nothing is computed again. attention: their inputs, and the attention kernel's output and
-            log-sum-exp. attention_on_host: the same in pinned memory of the host. inputs: their inputs alone, so that
-            the backward runs attention a second time. inputs_on_host: the same on the host. auto takes for each
-            micro-batch the first of attention, attention_on_host and inputs_on_host that fits. Gradients are alike to
-            the bit, unless the level changes how a group is split.
-        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU for types that
-            ran compiled on one (``config.compile``), True wherever it can work.
-        logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
-            for all of them.
-        prefix_cache: auto lets the chunks of a split group read their prefix from a cache where that is cheaper; off
-            computes it again in each.
-        rollout: auto routes the samples of a prompt to one server, lets vLLM read a shared prompt once for each step of
-            decode, and looks for finished responses every 0.1 s, each where it pays; off changes nothing in rollouts.
-        verify: recompute two samples of live micro-batches alone, compare, and end the run where they differ: in the
-            first micro-batch, in every n-th (every_100), or in none (off). auto does so in the first mini-batch of each
-            kind, old log-probs and updates, where no test covers the model's class or a switch of its config.
-        verify_tolerance: largest error per token, relative to its value where that exceeds 1; null for one that is
-            measured in the run.
+        attention_kernel: attention kernel of packed mode. auto selects the fastest that is installed and supports the
+            model.
+        activations: tensors that each decoder layer keeps for its backward with gradient checkpointing on, and where.
+            all: every activation; nothing is recomputed. attention: the layer's inputs, and the attention kernel's
+            output and log-sum-exp. attention_on_host: the same tensors, in pinned host memory. inputs: only the
+            layer's inputs; the backward recomputes attention. inputs_on_host: the inputs, in pinned host memory. auto
+            selects per micro-batch the first of attention, attention_on_host and inputs_on_host that fits. Gradients
+            are bitwise equal at all levels that split groups in the same way.
+        compile_layers: run ``torch.compile`` on every decoder layer, except its attention. auto compiles on a GPU the
+            model types that were tested compiled on one (``config.compile``). True compiles wherever possible.
+        logits_chunk_size: tokens per chunk of logits in packed mode. Up to twice as many stay one chunk; 0 never cuts.
+        prefix_cache: auto lets the chunks of a split group read their prefix from a cache if that is cheaper. off
+            recomputes the prefix in each chunk.
+        rollout: auto routes the samples of a prompt to one server, lets vLLM read a shared prompt once per decode
+            step, and polls for finished responses every 0.1 s, each if it pays. off leaves rollouts unchanged.
+        verify: recompute two samples of a micro-batch separately and end the run if they differ. first checks the
+            first micro-batch, every_100 every 100th, off none. auto checks the first mini-batch of old log-probs and
+            of updates if no test covers the model's class or a boolean of its config.
+        verify_tolerance: largest error per token, relative to values above 1. null measures it during the run.
 
     Raises:
-        ValueError: for values of another type or outside these; one message names them all.
+        ValueError: if values are invalid; the message names them all.
     """
 
     attention_kernel: str = "auto"
@@ -53,12 +52,12 @@ class PrefixGrouperOptions:
     verify_tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if wrong := list(option_issues(vars(self))):
-            raise ValueError("; ".join(f"{issue.setting} {issue.why}; set {issue.fix}" for issue in wrong))
+        if issues := list(option_issues(vars(self))):
+            raise ValueError("; ".join(f"{issue.setting}: {issue.why}. Fix: {issue.fix}" for issue in issues))
 
     @property
     def verify_period(self) -> int | None:
-        """Micro-batches from one that is verified to the next; 0 for the first alone, None for none."""
+        """Verify every n-th micro-batch: n, 0 for the first only, None for none or auto."""
         every = re.fullmatch(_EVERY, self.verify)
         return int(every[1]) if every else {"first": 0}.get(self.verify)
 
@@ -73,42 +72,39 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "prefix_cache": ("auto", "off"),
     "rollout": ("auto", "off"),
 }
-"""Options that take one of these."""
-_RENAMED = {"carry": "prefix_cache"}
+"""Options with a fixed list of values."""
 
 
-def added(override: str) -> str:
-    """An override of an option with ``++``: Hydra asks for a ``+`` or for none by whether there is such an option."""
+def force_add(override: str) -> str:
+    """Return an override of an option with ``++``, which Hydra accepts whether or not the config has the option."""
     return re.sub(rf"^\+*(?={OPTIONS}\.)", "++", override)
 
 
 def option_issues(options: Mapping[str, Any], section: str = f"++{OPTIONS}") -> Iterator[Issue]:
-    """Options of a section, values by name, that there are not, and values that an option does not take."""
+    """Yield an issue for each unknown option and each invalid value of a section's options, values by name."""
     for name, value in options.items():
         setting = f"{section}.{name}={value}"
         if name in OPTION_NAMES:
             if fault := _fault(name, value):
-                why, taken = fault
-                yield Issue(setting, why, f"{section}.{name}={taken}")
+                yield Issue(setting, fault[0], f"{section}.{name}={fault[1]}")
         elif name != "_target_":
-            close = [_RENAMED[name]] if name in _RENAMED else difflib.get_close_matches(name, OPTION_NAMES, n=1)
-            why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
+            close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+            why = f"no such option; the options are {', '.join(OPTION_NAMES)}"
             fix = f"did you mean {section}.{close[0]}={value}?" if close else "remove it"
             yield Issue(setting, why, fix)
 
 
 def _fault(name: str, value: Any) -> tuple[str, str] | None:
-    """Why an option does not take a value, and what it takes."""
+    """Return why a value is invalid for an option, and the valid values; None if it is valid."""
     if name in _WORDS:
         words = _WORDS[name]
         return None if value in words else (f"is unknown; the values are {', '.join(words)}", words[0])
     if name == "compile_layers" and not (value == "auto" or isinstance(value, bool)):
-        return "is neither auto nor a boolean; the values are auto, True and False without quotes", "auto"
+        return "is unknown; the values are auto, True and False without quotes", "auto"
     if name == "logits_chunk_size" and not (type(value) is int and value >= 0):
-        return "is not an integer of at least 0", "<integer of at least 0>"
+        return "must be an integer >= 0", "<non-negative integer>"
     if name == "verify" and not (value in ("auto", "off", "first") or re.fullmatch(_EVERY, str(value))):
         return "is unknown; the values are auto, off, first and every_<number>", "auto, off, first or every_<number>"
     if name == "verify_tolerance" and not (value is None or (type(value) in (int, float) and 0 < value < math.inf)):
-        why = "is not a finite number above 0: one lets nothing pass, the other everything"
-        return why, "null or <number above 0>"
+        return "must be a finite number > 0 or null", "null or <positive number>"
     return None

@@ -14,18 +14,19 @@ ROUTER, SAMPLER = f"{ROLLOUT}.router_config_path", "trainer.v1.sampler"
 ROUTER_FILE = str(files("verl_pg_plugin.rollout") / "router.yaml")
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 MIN_SHARED_TOKENS = 24_000
-"""Reads of prompt tokens that the samples of a server's prompts must save in a step of decode before it pays: twice
-what its kernels cost for a 4B model on one H200."""
+"""Prompt-token reads that a server must save per decode step: twice the break-even point of a 4B model on one H200."""
 
 UNSUPPORTED = (
     *("attention_backend", "attention_config", "kv_cache_dtype", "speculative_config", "decode_context_parallel_size"),
     *("data_parallel_size", "compilation_config.cudagraph_mode"),
 )
-"""Keys of vLLM with which decode does not share, whatever they say but their defaults."""
+"""vLLM settings that turn shared decode off unless they have their defaults."""
+
+OUR_SAMPLER = {"path": "pkg://verl_pg_plugin.rollout.replay_buffer", "name": "prompt_replay_buffer"}
 
 
 class Part(NamedTuple):
-    """A part of the rollouts: its name, why the run does not get it (empty if it does), and what it sets."""
+    """A part of ``rollout/``: its name, why it is off (empty if it is on), and the settings that turn it on."""
 
     name: str
     obstacle: str
@@ -33,23 +34,19 @@ class Part(NamedTuple):
 
 
 def rollout_parts(config: DictConfig) -> list[Part]:
-    """Return every part, for a config before or after ``engage_rollouts``."""
-    sampler = {"path": "pkg://verl_pg_plugin.rollout.replay_buffer", "name": "prompt_replay_buffer"}
+    """Return all parts, for a config before or after ``engage_rollouts``."""
+    sampler: dict[str, object] = {f"{SAMPLER}.custom_sampler.{key}": value for key, value in OUR_SAMPLER.items()}
     parts = [
         Part("routing by prompt", _routing_obstacle(config), {ROUTER: ROUTER_FILE}),
         Part("shared decode", _decode_obstacle(config), {f"{VLLM}.additional_config.{SHARED_DECODE}": True}),
-        Part(
-            "no wait for the sampler",
-            _sampler_obstacle(config, sampler["name"]),
-            {f"{SAMPLER}.custom_sampler.{key}": value for key, value in sampler.items()},
-        ),
+        Part("no wait for the sampler", _sampler_obstacle(config), sampler),
     ]
     option = OmegaConf.select(config, f"{OPTIONS}.rollout")
     return [part if option == "auto" else part._replace(obstacle=f"{ROLLOUT_OPTION}={option}") for part in parts]
 
 
 def engage_rollouts(config: DictConfig) -> None:
-    """Add the settings of all parts that the run gets, in place; again changes nothing."""
+    """Add the settings of all parts that are on, in place and idempotently."""
     for part in rollout_parts(config):
         if not part.obstacle:
             for key, value in part.settings.items():
@@ -57,12 +54,12 @@ def engage_rollouts(config: DictConfig) -> None:
 
 
 def summary(parts: list[Part]) -> str:
-    """Return one line for the log."""
+    """Return a log line: each part, on or off, and why."""
     return "; ".join(f"{part.name} is {f'off ({part.obstacle})' if part.obstacle else 'on'}" for part in parts)
 
 
 def num_servers(config: DictConfig) -> int:
-    """Return how many rollout servers a run has, at least 1."""
+    """Return the number of rollout servers of a run, at least 1."""
     nodes = count_of(config, f"{ROLLOUT}.nnodes") or count_of(config, "trainer.nnodes")
     sizes = [count_of(config, f"{ROLLOUT}.{kind}_parallel_size") for kind in ("tensor_model", "data", "pipeline_model")]
     gpus = nodes * count_of(config, f"{ROLLOUT}.n_gpus_per_node")
@@ -78,15 +75,15 @@ def _routing_obstacle(config: DictConfig) -> str:
         return f"{ROLLOUT}.full_determinism=True"
     if num_servers(config) == 1:
         return "there is one server"
-    # Where each sample reads the prompt in every step, an even load is worth as much as fewer prefills.
+    # Without shared decode, an even load is worth as much as fewer prefills.
     on_cpu = OmegaConf.select(config, f"{ROLLOUT}.name") == "hf"
-    return "" if on_cpu or not _decode_obstacle(config) else "it pays with shared decode"
+    return "" if on_cpu or not _decode_obstacle(config) else "it pays only with shared decode"
 
 
 def _decode_obstacle(config: DictConfig) -> str:
     if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) != "vllm":
-        return f"{ROLLOUT}.name={name}"
-    # What vLLM gets: its own section comes last.
+        return f"{ROLLOUT}.name={name}" if name else "no rollout engine is set"
+    # The vllm section overrides the rollout section.
     for key, supported in {"full_determinism": False, "enforce_eager": False, "enable_prefix_caching": True}.items():
         section = ROLLOUT if OmegaConf.select(config, f"{VLLM}.{key}") is None else VLLM
         if (value := OmegaConf.select(config, f"{section}.{key}")) != supported:
@@ -96,34 +93,34 @@ def _decode_obstacle(config: DictConfig) -> str:
             return f"{VLLM}.{key}={value}"
     additional = OmegaConf.select(config, f"{VLLM}.additional_config")
     if additional is not None and not isinstance(additional, DictConfig):
-        return f"{VLLM}.additional_config={additional} is no mapping"
+        return f"{VLLM}.additional_config={additional} is not a mapping"
     if additional is not None and (switch := additional.get(SHARED_DECODE)) is not None:
         return "" if switch else f"{VLLM}.additional_config.{SHARED_DECODE}={switch}"
     if count_of(config, f"{ROLLOUT}.data_parallel_size") > 1:
         return f"{ROLLOUT}.data_parallel_size={count_of(config, f'{ROLLOUT}.data_parallel_size')}"
     try:
         if (installed := version("vllm")) not in VLLM_VERSIONS:
-            return f"vllm {installed} is outside of {VLLM_VERSIONS}"
+            return f"vllm {installed} is outside {VLLM_VERSIONS}"
     except PackageNotFoundError:
-        pass  # workers may have it
+        pass  # the workers may have vLLM
     n, batch = count_of(config, f"{ROLLOUT}.n"), count_of(config, "data.train_batch_size")
     if not batch:
-        return "data.train_batch_size does not say how many prompts a server gets"
+        return "data.train_batch_size does not give the number of prompts per server"
     saved = max(n - 1, 0) * -(-batch // num_servers(config)) * count_of(config, "data.max_prompt_length")
     if saved < MIN_SHARED_TOKENS:
-        return f"a server's samples share at most {saved:,} prompt tokens, and {MIN_SHARED_TOKENS:,} pay"
+        return f"a server's samples share at most {saved:,} prompt tokens; it pays from {MIN_SHARED_TOKENS:,}"
     return ""
 
 
-def _sampler_obstacle(config: DictConfig, ours: str) -> str:
+def _sampler_obstacle(config: DictConfig) -> str:
     if not OmegaConf.select(config, "trainer.use_v1"):
         return "trainer.use_v1=False: V0 does not wait"
-    if (name := OmegaConf.select(config, f"{SAMPLER}.custom_sampler.name")) not in (None, ours):
+    if (name := OmegaConf.select(config, f"{SAMPLER}.custom_sampler.name")) not in (None, OUR_SAMPLER["name"]):
         return f"{SAMPLER}.custom_sampler.name={name}"
-    # verl hands these to its own sampler only.
+    # verl passes these to its own sampler only.
     for key in ("algorithm.filter_groups.enable", f"{SAMPLER}.sync_refill_failed_groups"):
         if OmegaConf.select(config, key):
             return f"{key}=True"
-    # A trainer that lends its GPUs takes waits above the interval for idle time.
+    # The hybrid trainer counts waits longer than the polling interval as idle time.
     hybrid = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
     return f"{hybrid}=True" if OmegaConf.select(config, hybrid) else ""
