@@ -1,8 +1,4 @@
-"""The packing operations as plain loops, one row or one sample at a time.
-
-This is the specification: the tests compare against it and `scripts/bench_packing.py` measures against it. Its cost
-per sample (a pad, a Python list and a concatenation for each column) is that of a usual packing loop, on purpose.
-"""
+"""The packing operations as plain loops, one row or one sample at a time: the specification that tests compare with."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,23 +8,13 @@ import torch
 
 
 def segment_sum_by_row(values: torch.Tensor, segment_ids: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """One unsorted segment sum a row, written into a preallocated (bs, num_segments) result.
-
-    Args:
-        values: (bs, seq), any dtype torch can scatter-add.
-        segment_ids: (bs, seq) int64 in `[0, num_segments)`.
-        num_segments: segments of each row.
-    """
-    bs = values.shape[0]
-    output = values.new_zeros(bs, num_segments)
-    for row in range(bs):
-        row_sum = values.new_zeros(num_segments)
-        output[row] = row_sum.scatter_add_(0, segment_ids[row], values[row])
-    return output
+    """Sum each row of (bs, seq) values by its (bs, seq) int64 ids; return (bs, num_segments)."""
+    rows = zip(segment_ids, values, strict=True)
+    return torch.stack([values.new_zeros(num_segments).scatter_add_(0, ids, row) for ids, row in rows])
 
 
 def group_by_loop(samples: Sequence[Mapping[str, Any]], pack_num: int, seq_length: int) -> list[list[Any]]:
-    """Greedy packs, one sample at a time; the arguments of `create_pack_group`."""
+    """Pack greedily, one sample at a time; arguments as in `create_pack_group`."""
     packs: list[list[Any]] = []
     current: list[Any] = []
     occupied = 0
@@ -48,7 +34,7 @@ def group_by_loop(samples: Sequence[Mapping[str, Any]], pack_num: int, seq_lengt
 def pack_by_sample(
     pack_list: Sequence[Mapping[str, Any]], pack_num: int, *, seq_length: int, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """One packed row, built sample by sample from lists of pieces; the arguments of `pack_grouped_data`."""
+    """Build one packed row from lists of pieces; arguments as in `pack_grouped_data`."""
     num_dummies = pack_num - len(pack_list)
     end_of_samples = seq_length - num_dummies
     ids, masks, advantages, slots = [], [], [], []
@@ -95,7 +81,7 @@ def pack_by_sample(
 def samples_by_row(
     prompt_completion_ids: np.ndarray, prompts_mask: np.ndarray, responses_mask: np.ndarray, advantages: np.ndarray
 ) -> list[dict[str, Any]]:
-    """The samples of a (bs, seq) batch that have a prompt and a response, found one row at a time."""
+    """Return the samples of a (bs, seq) batch that have a prompt and a response."""
     samples = []
     for row, advantage in enumerate(advantages.reshape(-1)):
         prompt = np.nonzero(prompts_mask[row])[0]
@@ -125,7 +111,7 @@ def pack_batch_by_row(
     seq_length: int,
     pad_token_id: int,
 ) -> list[dict[str, np.ndarray]]:
-    """A packed batch, row by row and sample by sample; the arguments of `pack_grpo_data`."""
+    """Pack a batch; arguments as in `pack_grpo_data`."""
     samples = samples_by_row(prompt_completion_ids, prompts_mask, responses_mask, advantages)
     return [
         pack_by_sample(pack, pack_num, seq_length=seq_length, pad_token_id=pad_token_id)
