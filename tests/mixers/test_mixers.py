@@ -75,7 +75,7 @@ def test_memory_of_the_cache_is_what_the_config_says_and_outputs_are_exact_in_fl
 @pytest.mark.parametrize(
     ("generations", "triton", "packages", "refusal"),
     [
-        ({9}, "3.4.0", {"fla"}, r"wrong on Hopper with Triton 3\.4 .*\(here 3\.4\.0\): pip install .*triton>=3\.7\.1"),
+        ({9}, "3.4.0", {"fla"}, r"wrong on Hopper with Triton 3\.4 .*\(3\.4\.0\): pip install .*triton>=3\.7\.1"),
         ({9}, "3.7.0", {"fla"}, "wrong on Hopper"),
         ({9}, "3.3.1", {"fla"}, None),
         ({9}, "3.7.1", {"fla"}, None),

@@ -53,11 +53,7 @@ set_device = ipc_collect = reset_peak_memory_stats = set_per_process_memory_frac
 # On import, not in a function: some verl modules read the platform while they are imported.
 @PlatformRegistry.register(platform="cpu")
 class CPUPlatform(PlatformBase):
-    """verl's ``PlatformBase`` on the host processor, with gloo for collectives and no profiler.
-
-    Ray started with ``num_gpus=N`` counts N of its ``GPU`` resource. So N workers share the machine's cores, and verl's
-    resource checks pass unchanged.
-    """
+    """verl's ``PlatformBase`` on the host processor. Ray started with ``num_gpus=N`` runs N workers on its cores."""
 
     device_name = vendor_name = "cpu"
     device_module: ModuleType = sys.modules[__name__]

@@ -149,8 +149,8 @@ class HFServer:
         room = self.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}; a prompt "
-                "needs at least one token, and actor_rollout_ref.rollout.max_model_len sets the context"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}; prompts "
+                "need a token, and actor_rollout_ref.rollout.max_model_len sets the context"
             )
         model_type = self.model.config.model_type
         if images and model_type not in IMAGE_MODEL_TYPES:
@@ -225,9 +225,8 @@ class HFReplica(RolloutReplica):
         super().__init__(replica_rank, config, model_config, **kwargs)
         if self.world_size != 1:
             raise ValueError(
-                "rollout 'hf' runs a whole model in one process; set "
-                "actor_rollout_ref.rollout.tensor_model_parallel_size=1, data_parallel_size=1 and "
-                "pipeline_model_parallel_size=1"
+                "rollout 'hf' runs in one process; set actor_rollout_ref.rollout.tensor_model_parallel_size=1, "
+                "data_parallel_size=1 and pipeline_model_parallel_size=1"
             )
         if self.is_reward_model:
             raise ValueError("rollout 'hf' serves policies and teachers; use vllm or sglang for reward models")

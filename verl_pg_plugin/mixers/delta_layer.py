@@ -134,9 +134,7 @@ class Depth:
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor  # (N+1,) int64
-    # (M,) int64 children of each of the M segments one depth above, consecutive and in their parents' order; None for
-    # roots.
-    num_children: torch.Tensor | None
+    num_children: torch.Tensor | None  # (M,) int64 of the M segments above, in whose order they are; None for roots
     publish: StateExchange | None  # segments at whose end another chunk continues
 
 
@@ -151,10 +149,7 @@ class Depths:
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> "Depths":
-        """Sort segments by depth, cut where states are published.
-
-        The layout is a depth-first walk of the prefix tree, so siblings of one depth are consecutive.
-        """
+        """Sort segments by depth, cut where states are published; siblings are consecutive in a layout."""
         publish = layout.published_states
         ends = layout.publish[publish - layout.publish_start - 1] + 1
         bounds = np.union1d(layout.cu_seqlens_q, ends)

@@ -38,9 +38,8 @@ def kernel_obstacles(device_name: str) -> list[str]:
 
     wrong = Version("3.4") <= Version(triton.__version__) < Version("3.7.1")
     if wrong and find_spec("tilelang") is None and 9 in gpu_generations():
-        why = f"wrong on Hopper with Triton 3.4 to 3.7.0 (here {triton.__version__})"
-        fix = "pip install --no-deps 'triton>=3.7.1', or pip install tilelang"
-        return [f"the backward of the gated delta rule is {why}: {fix}"]
+        why = f"the backward of the gated delta rule is wrong on Hopper with Triton 3.4 to 3.7.0 ({triton.__version__})"
+        return [f"{why}: pip install --no-deps 'triton>=3.7.1', or pip install tilelang"]
     return []
 
 
@@ -51,10 +50,7 @@ def ulysses_obstacle(config: PretrainedConfig, ranks: int) -> str:
 
 
 def token_flops(config: PretrainedConfig) -> float:
-    """FLOPs of the recurrence: two for each element of the K x V states to read, update and query them.
-
-    Chunked kernels compute more FLOPs, which do not count here.
-    """
+    """FLOPs of the recurrence (not of chunked kernels): two each to read, update and query an element of the state."""
     return 6.0 * state_sizes(config)[0]
 
 

@@ -245,7 +245,6 @@ class PackedInputsMixin:
             input_ids: (B, S), or (1, T) tokens of a layout.
             attention_mask: (B, S), 1 at valid tokens, which are consecutive.
             position_ids: like ``input_ids``; by default from the mask or the layout.
-            use_cache: None means no cache for a packed batch.
             logits_to_keep: the last n positions, or indices of positions; 0 for all.
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
                 groups. ``PackedLayout``: packed tokens. ``ForwardContext``: tokens as prepared by the caller.
@@ -289,13 +288,8 @@ class PackedInputsMixin:
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE: getattr(outputs, CACHE)},
-        )
+        rest = {name: getattr(outputs, name) for name in ("hidden_states", "attentions", CACHE)}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **rest)
 
 
 class ValueHeadMixin:

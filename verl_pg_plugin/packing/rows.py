@@ -51,9 +51,6 @@ def pack_grpo_data(
 
     Returns:
         One dict for each row, as `pack_grouped_data` returns it.
-
-    Raises:
-        ValueError: ragged or unequal shapes, `pack_num < 1`, or a sample without tokens or that does not fit a row.
     """
     ids = _matrix("prompt_completion_ids", prompt_completion_ids)
     prompt_mask = _matrix("prompts_mask", prompts_mask)
@@ -87,9 +84,6 @@ def create_pack_group(samples: Sequence[Sample], pack_num: int, seq_length: int)
 
     Args:
         samples: mappings with integers `prompt_start_idx` and `response_end_index` (both inclusive); not copied.
-
-    Raises:
-        ValueError: `pack_num < 1`, a sample without tokens, or one that does not fit a row by itself.
     """
     num_tokens = [int(sample["response_end_index"]) + 1 - int(sample["prompt_start_idx"]) for sample in samples]
     bounds = _pack_bounds(num_tokens, pack_num, seq_length, range(len(samples)))
@@ -114,9 +108,6 @@ def pack_grouped_data(
         `sample_index` (seq_length,) int64, the slot of each token; padding belongs to the last sample;
         `actual_sequence_length` (pack_num,) int64, cumulative ends of the slots, the last one `seq_length`;
         `sample_valid_length` (pack_num,) int64, response tokens of each sample, 1 for a dummy.
-
-    Raises:
-        ValueError: an empty or overfull `pack_list`, ragged or out-of-range samples, or samples that do not fit.
     """
     if not 1 <= len(pack_list) <= pack_num:
         raise ValueError(f"a pack needs at least 1 and at most pack_num={pack_num} samples, got {len(pack_list)}")
@@ -132,11 +123,7 @@ def pack_grouped_data(
 
 
 def pad_sequence_to_length(sequence: ArrayLike, target_length: int, pad_value: float) -> np.ndarray:
-    """Return `sequence` (1-D) padded with `pad_value` to `target_length`, in its dtype.
-
-    Raises:
-        ValueError: `sequence` is not 1-D or is longer than `target_length`.
-    """
+    """Return `sequence` (1-D) padded with `pad_value` to `target_length`, in its dtype."""
     array = np.asarray(sequence)
     if array.ndim != 1:
         raise ValueError(f"sequence must be 1-D, got shape {array.shape}")

@@ -13,7 +13,7 @@ def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: 
 
     For tensors (CPU and GPU, differentiable in `values` any number of times) and NumPy arrays. float16 and bfloat16
     values are summed in float32 and rounded once, other dtypes in their own precision. On a GPU floats are added
-    atomically in no fixed order, and checking ids costs one synchronisation.
+    atomically in no fixed order, and checking ids (IndexError) costs one synchronisation.
 
     Args:
         values: (bs, seq), a floating or integer dtype.
@@ -21,11 +21,6 @@ def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: 
 
     Returns:
         (bs, num_segments) of `values`' dtype, on its device; 0 for a segment without tokens.
-
-    Raises:
-        IndexError: a segment id out of range; a GPU stays usable.
-        TypeError: values that are neither floating nor integer, ids that are not integer, or tensors mixed with arrays.
-        ValueError: shapes that are not one (bs, seq), tensors on two devices, or `num_segments < 1`.
     """
     if isinstance(values, np.ndarray) and isinstance(segment_ids, np.ndarray):
         return batch_unsorted_segment_sum(_as_tensor(values), _as_tensor(segment_ids), num_segments).numpy()
