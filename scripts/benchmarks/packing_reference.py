@@ -34,48 +34,34 @@ def group_by_loop(samples: Sequence[Mapping[str, Any]], pack_num: int, seq_lengt
 def pack_by_sample(
     pack_list: Sequence[Mapping[str, Any]], pack_num: int, *, seq_length: int, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """Build one packed row from lists of pieces; arguments as in `pack_grouped_data`."""
-    num_dummies = pack_num - len(pack_list)
-    end_of_samples = seq_length - num_dummies
-    ids, masks, advantages, slots = [], [], [], []
+    """Build one packed row token by token; arguments as in `pack_grouped_data`."""
+    tokens: list[tuple[int, int, float, int]] = []  # id, response mask, advantage and slot
     ends: list[int] = []
     valid: list[int] = []
-    occupied = 0
     for slot, sample in enumerate(pack_list):
-        first, last = sample["prompt_start_idx"], sample["response_end_index"]
-        length = last - first + 2
-        id_piece = np.pad(sample["prompt_completion_ids"][first : last + 1], (0, 1), constant_values=pad_token_id)
-        mask_piece = np.pad(sample["response_mask"][first : last + 1], (0, 1), constant_values=0)
-        advantage_piece = np.array([sample["advantage"]] * length)
-        slot_piece = np.array([slot] * length)
+        span = slice(sample["prompt_start_idx"], sample["response_end_index"] + 1)
+        ids, mask, advantage = sample["prompt_completion_ids"][span], sample["response_mask"][span], sample["advantage"]
+        tokens += [(token, is_response, advantage, slot) for token, is_response in zip(ids, mask, strict=True)]
+        tokens.append((pad_token_id, 0, advantage, slot))
         if slot == len(pack_list) - 1:
-            padding = (0, end_of_samples - occupied - length)
-            id_piece = np.pad(id_piece, padding, constant_values=pad_token_id)
-            mask_piece = np.pad(mask_piece, padding, constant_values=0)
-            advantage_piece = np.pad(advantage_piece, padding, constant_values=0)
-            slot_piece = np.pad(slot_piece, padding, constant_values=slot)
-        occupied += len(id_piece)
-        ids.append(id_piece)
-        masks.append(mask_piece)
-        advantages.append(advantage_piece)
-        slots.append(slot_piece)
-        ends.append(occupied)
-        valid.append(np.sum(mask_piece))
-    for dummy in range(num_dummies):
-        ids.append(np.array([pad_token_id]))
-        masks.append(np.array([0]))
-        advantages.append(np.array([0]))
-        slots.append(np.array([len(pack_list) + dummy]))
-        ends.append(ends[-1] + 1)
+            num_padding = seq_length - (pack_num - len(pack_list)) - len(tokens)
+            tokens += [(pad_token_id, 0, 0.0, slot)] * num_padding
+        ends.append(len(tokens))
+        valid.append(sum(mask))
+    for dummy in range(len(pack_list), pack_num):
+        tokens.append((pad_token_id, 0, 0.0, dummy))
+        ends.append(len(tokens))
         valid.append(1)
-    return {
-        "prompt_completion_ids": np.concatenate(ids),
-        "responses_mask": np.concatenate(masks),
-        "advantages": np.concatenate(advantages),
-        "actual_sequence_length": np.array(ends),
-        "sample_index": np.concatenate(slots),
-        "sample_valid_length": np.array(valid),
+    ids, masks, advantages, slots = zip(*tokens, strict=True)
+    row = {
+        "prompt_completion_ids": ids,
+        "responses_mask": masks,
+        "advantages": advantages,
+        "actual_sequence_length": ends,
+        "sample_index": slots,
+        "sample_valid_length": valid,
     }
+    return {name: np.array(column) for name, column in row.items()}
 
 
 def samples_by_row(
