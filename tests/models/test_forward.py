@@ -301,7 +301,7 @@ PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]] * 2)}, "holes"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]] * 2)}, "gaps"),
         ({"attention_mask": torch.zeros(2, 6)}, "masks every token"),
         ({"attention_mask": torch.ones(2, 7)}, r"attention_mask \(2, 7\) and input_ids \(2, 6\) differ"),
         ({"attention_mask": ONES, "position_ids": torch.arange(5).expand(2, 5)}, r"position_ids \(2, 5\)"),
