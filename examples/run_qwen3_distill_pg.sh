@@ -6,7 +6,7 @@
 # Takes the variables of run_qwen3_pg.sh, whose MODEL_PATH is the student; trains a few minutes on the CPU without any.
 # actor/distillation/abs_loss is the estimate of the KL divergence. Beside them:
 #   TEACHER_PATH          generated on the CPU default, else needed
-#   TEACHER_GPUS          1, beside those of NGPUS_PER_NODE
+#   TEACHER_GPUS          1, in addition to NGPUS_PER_NODE
 #   LOSS_MODE             k3; forward_kl_topk needs vllm or sglang
 #   USE_POLICY_GRADIENT   False; with LOSS_MODE=k1 it must be True
 #   USE_TASK_REWARDS      False

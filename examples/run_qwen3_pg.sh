@@ -63,7 +63,7 @@ fail() { echo "error: $*" >&2; exit 1; }
 WORK_DIR=${WORK_DIR:-outputs/run_qwen3_pg}
 mkdir -p "$WORK_DIR"
 WORK_DIR=$(cd "$WORK_DIR" && pwd)
-# A folder of its own for each run; checkpoints on GPUs are those of the model and the mode, see CHECKPOINT_DIR.
+# A new folder for each run; checkpoints on GPUs are those of the model and the mode, see CHECKPOINT_DIR.
 RUN_DIR=$(mktemp -d "$WORK_DIR/$(date +%Y%m%d-%H%M%S)-XXXX")
 
 USE_PREFIX_GROUPER=${USE_PREFIX_GROUPER:-True}
@@ -109,7 +109,7 @@ if [ "$DEVICE" = cpu ]; then
     export VERL_PLATFORM=cpu
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPUS_PER_NODE - 1) / NGPUS_PER_NODE))}
     DEVICE_ARGS=(
-        # Float32, sdpa, few processes, and a Ray of its own: config/hydra/machine/cpu.yaml of the package.
+        # Float32, sdpa, few processes, and a separate Ray: config/hydra/machine/cpu.yaml of the package.
         "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_pg_plugin.config.hydra]"
         +machine=cpu
         reward.custom_reward_function.path="$repository/scripts/data/arithmetic_reward.py"
@@ -142,7 +142,7 @@ else
     CHECKPOINT_DIR=${CHECKPOINT_DIR:-$WORK_DIR/checkpoints/$(basename "$MODEL_PATH")-$mode}
     if [ "$RESUME_MODE" = auto ] && [ -s "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt" ]; then
         step=$(cat "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt")
-        echo "goes on behind step $step of $CHECKPOINT_DIR; RESUME_MODE=disable starts anew" >&2
+        echo "Resuming from step $step in $CHECKPOINT_DIR; RESUME_MODE=disable starts from scratch" >&2
     fi
 fi
 

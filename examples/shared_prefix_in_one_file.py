@@ -6,7 +6,7 @@ This is the core of verl_pg_plugin on the CPU with torch alone; docs/concepts.md
 A test compares the package with it: ``layout/`` builds the same arrays, and ``attention/`` computes the same output.
 
 Shape suffixes, as in ``q_THD``:
-    T packed tokens, N of which run the head    L tokens of one sequence alone, R of its response    C hidden size
+    T packed tokens, N tokens with the head    L tokens of one sequence alone, R of its response    C hidden size
     Q queries, K keys of one attention call     H query heads, G key/value heads of D numbers        V vocabulary
 """
 
@@ -130,7 +130,7 @@ def rotate(x_THD: Tensor, position_T: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Grouped-query attention and an MLP, each behind a norm."""
+    """Grouped-query attention and an MLP, each after a norm."""
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -187,14 +187,14 @@ def packed_log_probs(model: Decoder, samples: Sequence[Sample], packed: PackedTo
 
 def log_probs_alone(model: Decoder, samples: Sequence[Sample]) -> list[Tensor]:
     """(R,) log-probs of each response, from a forward of each sequence alone: the reference."""
-    found = []
+    log_probs = []
     for sample in samples:
         token_L, label_L = torch.tensor(sample.tokens[:-1]), torch.tensor(sample.tokens[1:])
         causal_LL = torch.ones(len(token_L), len(token_L), dtype=torch.bool).tril()
         hidden_LC = model(token_L, torch.arange(len(token_L)), partial(masked_attention, mask_QK=causal_LL))
         response = slice(len(sample.prompt) - 1, None)
-        found.append(model.log_probs(hidden_LC[response], label_L[response]))
-    return found
+        log_probs.append(model.log_probs(hidden_LC[response], label_L[response]))
+    return log_probs
 
 
 def gradients(model: Decoder, samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -240,10 +240,10 @@ def main() -> None:
     segments = cut_into_segments(packed.parent_T, mask_TT)
     draw(packed, mask_TT, segments)
     ways = partial(masked_attention, mask_QK=mask_TT), partial(varlen_attention, segments=segments)
-    found = [outcome(model, samples, packed_log_probs(model, samples, packed, attend)) for attend in ways]
+    outcomes = [outcome(model, samples, packed_log_probs(model, samples, packed, attend)) for attend in ways]
     print(f"\n{'largest difference from each sequence alone':46}   masked   varlen")
     for name, expected in outcome(model, samples, log_probs_alone(model, samples)).items():
-        print(f"{name:46}", *(f"{(one[name] - expected).abs().max():8.1e}" for one in found))
+        print(f"{name:46}", *(f"{(one[name] - expected).abs().max():8.1e}" for one in outcomes))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python scripts/assemble_split_llama.py --first LLAMA_8B --first-layers 16 --last LLAMA_70B --last-layers 40 \
         --output SPLIT_LLAMA
 
-Tensors are copied one shard of the sources at a time, so memory holds one shard. The adapter between the two widths
-is new: normal with standard deviation 1 / sqrt(its input width), which keeps the scale of the hidden states.
+Tensors are copied shard by shard, so memory holds one shard. The adapter between the two widths is random normal with
+standard deviation 1 / sqrt(input width), which keeps the scale of hidden states.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file and the new names of the tensors that are taken from it."""
+    """A safetensors file and the new names of its tensors that are copied."""
 
     path: Path
     renamed: dict[str, str]
@@ -44,7 +44,6 @@ class Shard:
 
 
 def main() -> None:
-    """Parse the command line and write the checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=Path, required=True, help="Llama checkpoint (safetensors) of the lower layers")
     parser.add_argument("--first-layers", type=int, required=True, help="how many of its layers, from the bottom")
@@ -61,19 +60,12 @@ def main() -> None:
 
 
 def assemble(first: Path, first_layers: int, last: Path, last_layers: int, output: Path) -> int:
-    """Write the checkpoint.
+    """Write the checkpoint and return the number of its tensors.
 
     Args:
         first, last: folders with ``config.json`` and safetensors of ``LlamaForCausalLM``.
         first_layers, last_layers: layers to take, from the bottom and from the top; at least 1.
         output: folder to create.
-
-    Returns:
-        Number of tensors written.
-
-    Raises:
-        ValueError: not a Llama checkpoint, too few layers, or different vocabularies.
-        FileExistsError: ``output`` exists.
     """
     first_config, last_config = _llama_config(first, first_layers), _llama_config(last, last_layers)
     skipped = last_config.num_hidden_layers - last_layers
@@ -139,7 +131,7 @@ def _renamed_shards(folder: Path, rename: Callable[[str], str | None]) -> list[S
 
 
 def _write(output: Path, shards: list[Shard], extra: dict[str, torch.Tensor]) -> int:
-    """One output shard per source shard that contributes anything, and the index over them."""
+    """Write one shard for each source shard, and their index."""
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for number, shard in enumerate([None, *shards], start=1):

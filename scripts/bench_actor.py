@@ -3,26 +3,24 @@
     python scripts/bench_actor.py --model tiny --cases 512,64,8,4 --csv outputs/bench_actor.csv
     torchrun --nproc-per-node 1 scripts/bench_actor.py --model qwen3-4b --cases 4096,1024,4,1 8192,1024,8,1
 
-Real engines on random weights; every path sees the same batch. A case is P,R,n,groups: prompt and response tokens,
-responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may be ``4-16`` (uniform) or ``2/16`` (in
-turn). P may be ``512+4x1024``: 512 tokens of text and four images of 1,024 each, for a model that reads them.
-``agent:P,REPLY,TOOL,TURNS,n,groups`` are sessions with a sample per turn, ``tree:P,STEP,BRANCHING,DEPTH,groups`` search
-trees with one per leaf. Ours runs first, since verl replaces forwards in classes for the whole process. Speed-up is
-against rmpad of the same strategy in the same run; the bound is the ratio of floating point operations, vision encoder
-included, the head counted on every token for stock verl (it runs there) and on response tokens for ours. Memory is the
-peak of the forward and backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. ``--profile``
-runs each phase once more under torch's profiler and says which kernels took the time (a GPU's alone).
+Engines have random weights, and every path gets the same batch. A case is P,R,n,groups: prompt tokens, response tokens,
+responses per prompt, prompts per rank. R may be ``ln:MEAN`` (log-normal); n may be ``4-16`` (uniform) or ``2/16``
+(alternating); P may be ``512+4x1024``, 512 text tokens and four images of 1,024. ``agent:P,REPLY,TOOL,TURNS,n,groups``
+are sessions with a sample per turn, ``tree:P,STEP,BRANCHING,DEPTH,groups`` search trees with a sample per leaf.
 
-Phases beside ``old_log_prob``, ``ref`` and ``update_actor`` are updates with other losses of verl's: ``distill`` with
-``forward_kl_topk`` of a random teacher's ``--topk`` tokens, and ``sft``, which learns the responses. What runs out of a
-GPU's memory is told in its row (several ranks stop there).
+Our paths run first, since verl patches model classes for the whole process. Speed-up is over rmpad of the same strategy
+in the same run. The bound is the ratio of FLOPs, vision encoder included; stock verl computes the head on every token,
+ours on response tokens. Memory is the peak of forward and backward; ``--optimizer SGD`` has no optimizer state.
+``--profile`` also prints GPU time by kernel.
+
+``distill`` is an update with ``forward_kl_topk`` of a random teacher's ``--topk`` tokens, ``sft`` one of the responses.
+On one rank, running out of GPU memory is a result.
 """
 
 import argparse
 import gc
 import logging
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -37,7 +35,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from benchmarks.actor_cases import PHASES, Case, Work, batch_of_phase, parse_case, samples_of_ranks
-from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
+from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, join_process_group, shared_model
 from benchmarks.batches import make_batch
 from benchmarks.common import environment, pinned_copies, write_csv
 from benchmarks.images import image_flops
@@ -49,7 +47,6 @@ from torch._dynamo.utils import counters
 from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
-from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
@@ -62,11 +59,10 @@ ROW_METRICS = ("computed_tokens", "patches", "host_gib")
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; seconds are the slowest rank's, memory is the largest rank's, NaN where it did not fit.
+    """One measurement: seconds of the slowest rank, memory of the largest; NaN if it did not fit.
 
-    ``slowest_over_mean`` compares the FLOPs of the ranks: their times are equal, since FSDP makes them wait for
-    each other in every layer. ``graphs_compiled`` counts what the path has compiled up to and with this measurement;
-    ``layers_compiled`` is what ``prefix_grouper.compile_layers`` came to.
+    ``slowest_over_mean`` compares FLOPs of ranks, since FSDP makes their times equal. ``graphs_compiled`` counts the
+    path's graphs so far; ``layers_compiled`` is the outcome of ``prefix_grouper.compile_layers``.
     """
 
     model: str
@@ -102,30 +98,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Timing:
-    """One phase on this rank: seconds from batch on the host to results on the host, peak GiB, ``ROW_METRICS``.
-
-    ``level`` is the activation level of the last micro-batch of ours.
-    """
+    """One phase on this rank, host to host; ``level`` is our last micro-batch's activation level."""
 
     seconds: float
     peak_gib: float
     level: str
-    rows: dict[str, float]
+    metrics: dict[str, float]  # ``ROW_METRICS``
 
 
 def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> Timing:
-    """One run of a phase.
-
-    The peak of an update is that of its forward and backward passes: what the optimizer allocates in its step is
-    the same on every path.
-    """
+    """Run a phase once. An update's peak excludes the optimizer step, which allocates the same on every path."""
     data = tu.index_select_tensor_dict(batch, list(range(len(batch))))
     tu.assign_non_tensor(data, calculate_entropy=phase == "old_log_prob" or (phase == "update_actor" and entropy))
     update = phase not in ("old_log_prob", "ref")
     on_gpu = get_device_name() == "cuda"
     with engine.train_mode() if update else engine.eval_mode():
-        # Once in many runs Python would search its whole heap, for over half a second where layers were compiled.
-        gc.collect()
+        gc.collect()  # else a collection may run in the timed part, for over half a second with compiled layers
         get_torch_device().synchronize()
         dist.barrier()
         if on_gpu:
@@ -136,33 +124,33 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
             output = engine.forward_backward_batch(data, loss, forward_only=False)
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
             if not math.isfinite(norm := engine.optimizer_step()):
-                raise RuntimeError(f"the gradient norm is {norm}: such numbers time nothing that trains")
+                raise RuntimeError(f"the gradient norm is {norm}, so the timing is meaningless")
         else:
             output = engine.infer_batch(data)
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         get_torch_device().synchronize()
         seconds = time.perf_counter() - start
     ours = hasattr(engine, "last_plan")
-    unknown = math.nan if ours and phase == "sft" else 0.0  # ours has no metrics there
-    rows = {name: output["metrics"].get(f"prefix_grouper/{name}", [unknown])[0] for name in ROW_METRICS}
+    unknown = math.nan if ours and phase == "sft" else 0.0  # ours has no metrics in SFT
+    metrics = {name: output["metrics"].get(f"prefix_grouper/{name}", [unknown])[0] for name in ROW_METRICS}
     level = engine.last_plan.micro_batches[-1].level.value if update and ours else ""
-    return Timing(seconds, peak / 2**30, level, rows)
+    return Timing(seconds, peak / 2**30, level, metrics)
 
 
 def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Median and quartiles over repeats, after warm-up; NaN where one GPU's memory does not hold it."""
+    """Return median and quartiles over repeats, after warm-up; NaN if one GPU runs out of memory."""
     try:
         runs = [run_phase(engine, phase, batch, loss, args.entropy) for _ in range(args.warmup + args.repeats)]
     except torch.OutOfMemoryError:
-        if dist.get_world_size() > 1:  # the others may wait in a layer
+        if dist.get_world_size() > 1:  # the other ranks may wait in a collective
             raise
         names = ("seconds_median", "seconds_q1", "seconds_q3", "peak_gib", *ROW_METRICS)
         unknown: dict[str, Any] = dict.fromkeys(names, math.nan)
         return {"fits": False, **unknown, "level": "", "graphs_compiled": counters["stats"]["unique_graphs"]}
-    mine = [run.seconds for run in runs[args.warmup :]]
+    own = [run.seconds for run in runs[args.warmup :]]
     peak = max(run.peak_gib for run in runs[args.warmup :])
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (mine, peak))
+    dist.all_gather_object(ranks, (own, peak))
     slowest = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
     quartiles = np.percentile(slowest, [25, 50, 75]).tolist()
     return {
@@ -172,13 +160,13 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
         "seconds_q3": quartiles[2],
         "peak_gib": max(peak for _, peak in ranks),
         "level": runs[-1].level,
-        **runs[-1].rows,
+        **runs[-1].metrics,
         "graphs_compiled": counters["stats"]["unique_graphs"],
     }
 
 
 def loss_of_phase(phase: str, path: EnginePath, args: argparse.Namespace) -> Any:
-    """verl's own."""
+    """Return verl's loss of a phase."""
     if phase == "sft":
         return partial(sft_loss, config=None)
     actor = FSDPActorConfig(
@@ -189,16 +177,14 @@ def loss_of_phase(phase: str, path: EnginePath, args: argparse.Namespace) -> Any
     )
     if phase != "distill":
         return partial(ppo_loss, config=actor)
-    of_teacher = DistillationLossConfig(
+    loss = DistillationLossConfig(
         loss_mode="forward_kl_topk", topk=args.topk, use_policy_gradient=False, use_task_rewards=False
     )
-    return partial(
-        distillation_ppo_loss, config=actor, distillation_config=DistillationConfig(distillation_loss=of_teacher)
-    )
+    return partial(distillation_ppo_loss, config=actor, distillation_config=DistillationConfig(distillation_loss=loss))
 
 
 def profile_phase(title: str, engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> None:
-    """One more run, in which the profiler slows the host down; rank 0 prints where its GPU spent the time."""
+    """Run a phase under torch's profiler; rank 0 prints its GPU's time by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run_phase(engine, phase, batch, loss, args.entropy)
     if dist.get_rank() == 0:
@@ -214,21 +200,17 @@ def main() -> int:
     parser.add_argument("--ulysses", type=int, default=1, help="ranks that share a sequence")
     parser.add_argument("--cases", nargs="+", type=parse_case, default=[Case(512, "64", "8", 4)])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES[:3]))
-    parser.add_argument("--topk", type=int, default=64, help="tokens that the teacher of distill tells")
+    parser.add_argument("--topk", type=int, default=64, help="tokens of the teacher in distill")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="also print the longest kernels")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     if args.profile and not torch.cuda.is_available():
-        parser.error("--profile shows a GPU's kernels, and there is no GPU")
+        parser.error("--profile needs a GPU")
     logging.basicConfig(level=logging.WARNING)
 
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        os.environ.setdefault(name, value)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    initialize_global_process_group_ray()
+    join_process_group()
     with tempfile.TemporaryDirectory(prefix="bench_actor_") as folder:
         rows = run(args, shared_model(args, folder))
     if dist.get_rank() == 0:
@@ -257,9 +239,9 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     works: dict[tuple[EnginePath, str], Work] = {}
     patches: dict[str, int] = {}
     for path in sorted(args.paths, key=lambda path: path.stock):
-        _dynamo.reset()  # else a path would run on, and not count, what the one before it compiled
+        _dynamo.reset()  # else a path would reuse the previous path's graphs and not count them
         counters.clear()
-        # Weights of an engine of FSDP1 outlive it.
+        # FSDP1 does not free an engine's weights.
         held = torch.cuda.memory_allocated() / 2**30 if get_device_name() == "cuda" else 0.0
         engine = build_engine(model_path, args, path)
         for case in args.cases:
@@ -270,7 +252,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             parts = samples_of_ranks(whole, path.stock, flops, num_parts)
             ranks = [[whole.samples[row] for row in part] for part in parts]
             budget, in_micro_batch = path.budget or args.max_token_len, case.largest_group
-            if path.mode == "padded":  # as many lines as the budget holds
+            if path.mode == "padded":  # as many sequences as fit the budget
                 longest = max(len(sample.prompt) + len(sample.response) for sample in whole.samples)
                 in_micro_batch = max(budget // longest, 1)
             batch = make_batch(
@@ -288,8 +270,8 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             name = str(case)
             encoders = image_flops(case.images, groups, config, flops)
             works[path, name] = Work.of(ranks, flops, encoders)
-            of_prompt = case.images.number * case.images.patches(config) if case.images else 0
-            patches[name] = len(whole.samples) * of_prompt
+            prompt_patches = case.images.number * case.images.patches(config) if case.images else 0
+            patches[name] = len(whole.samples) * prompt_patches
             kernels[path] = "stock" if path.stock else engine.kernel.name
             compiled[path] = not path.stock and engine.compiles
             for phase in args.phases:
@@ -298,9 +280,9 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 numbers = measure(engine, phase, data, loss, args)
                 numbers["peak_gib"] -= held
                 measured[path, name, phase] = numbers
-                # A run that is cut short leaves what it has measured.
+                # An interrupted run leaves its measurements in the log.
                 logger.warning("%s %s %s: %s", path, name, phase, numbers)
-                if not numbers["fits"]:  # FSDP stopped in the middle of a layer
+                if not numbers["fits"]:  # FSDP stopped within a layer
                     del engine
                     gc.collect()
                     get_torch_device().empty_cache()
@@ -342,7 +324,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
 
 
 def _num_plain_tokens(config: Any) -> int:
-    """Ids from 0 on that stand for text."""
+    """Return the number of token ids below the first image or video mark."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return min(config.get_text_config().vocab_size, *(getattr(config, name, 1 << 31) for name in names))
 

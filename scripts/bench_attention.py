@@ -1,16 +1,15 @@
-"""Time the attention op alone, forward and backward: every sequence by itself against shared prefixes.
+"""Time the attention op alone, forward and backward: unshared sequences against shared prefixes.
 
     python scripts/bench_attention.py --csv outputs/bench_attention.csv
     python scripts/bench_attention.py --cases 8192,1024,8 8192,64,256 --paths alone:flash_attn_2 packed:flash_attn_4
 
 A case is P,R,n[,groups]: prompt and response tokens, responses per prompt, prompts; or tree:P,STEP,BRANCHES,DEPTH: a
-search tree below a prompt, STEP tokens a node, each leaf a sequence. Paths are ``alone:KERNEL`` (each
-sequence with its own copy of the prompt, as remove-padding runs it) and ``packed:KERNEL`` (shared prefixes once); by
-default all kernels that can run here. Speed-up and error are against the first path of ``alone``, flash-attn 2 if it is
-there; the bound is the ratio of (query, key) pairs. The error is the worst of out, dq, dk and dv: its norm against
-float32, divided by that baseline's own. Forward alone runs without autograd.
+search tree below a prompt, STEP tokens a node, each leaf a sequence. Paths are ``alone:KERNEL`` (unshared, as with
+remove-padding) and ``packed:KERNEL`` (shared prefixes once), by default of all kernels that can run here. Speed-up and
+error are against the first path of ``alone``, flash-attn 2 if present. The bound is the ratio of (query, key) pairs.
+The error is the worst of out, dq, dk and dv: its norm against float32, divided by the baseline's.
 
-Shape legend: T packed tokens, H query heads, G key/value heads, D head dim, L tokens of one sequence.
+Shapes: T packed tokens, H query heads, G key/value heads, D head size, L tokens of one sequence.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.planning.cost import visible_pairs
 
 QUERY_CHUNK = 256
-"""Queries whose float32 scores are held at once: 256 x 32 heads x 33k keys is 1 GiB, a few of those live."""
+"""Queries for each block of float32 scores: 256 x 32 heads x 33k keys take 1 GiB."""
 Tensors = tuple[torch.Tensor, ...]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -80,22 +79,21 @@ def _tree(prompt: int, step: int, branches: int, depth: int) -> list[np.ndarray]
 
 
 class Problem:
-    """q and grad_out (T, H, D), k and v (T, G, D) of the packed tokens of a case, random, and its sequences."""
+    """Random q and grad_out (T, H, D), k and v (T, G, D) of a case's packed tokens, and its sequences."""
 
     def __init__(self, case: str, args: argparse.Namespace) -> None:
         kind, _, numbers = case.rpartition(":")
         shape = tuple(map(int, numbers.split(",")))
         sequences = (_tree if kind == "tree" else _groups)(*shape)
-        # The places of each sequence's packed tokens: a token is one with those of other sequences that agree up to the
-        # token it predicts.
+        # Packed index of each sequence's tokens: sequences share a token if they are equal up to its label.
         places: dict[bytes, int] = {}
         self.places: list[torch.Tensor] = []
         for tokens in sequences:
-            read, found = hashlib.blake2b(tokens[:1].tobytes()), []
+            prefix, own = hashlib.blake2b(tokens[:1].tobytes()), []
             for token in tokens[1:]:
-                read.update(token.tobytes())
-                found.append(places.setdefault(read.digest(), len(places)))
-            self.places.append(torch.tensor(found, device=args.device))
+                prefix.update(token.tobytes())
+                own.append(places.setdefault(prefix.digest(), len(places)))
+            self.places.append(torch.tensor(own, device=args.device))
         offsets = np.cumsum([0, *map(len, sequences)])
         self.layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(len(sequences), shape[0]))
         self.scale = args.head_dim**-0.5
@@ -108,7 +106,7 @@ class Problem:
         )
 
     def exact(self) -> Tensors:
-        """Output and gradients of q, k and v by a softmax written out in float32; a shared token counts once."""
+        """Return out, dq, dk and dv by a plain float32 softmax; a shared token counts once."""
         q, k, v = self.q.float(), self.k.float(), self.v.float()
         out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
         seen = 0
@@ -128,7 +126,7 @@ class Problem:
 
 
 def _attend_chunk(q_CHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, scale: float) -> torch.Tensor:
-    """C queries, the last ones of L tokens."""
+    """Return causal attention of the last C of L tokens."""
     num_q, heads, head_dim = q_CHD.shape
     num_k, groups = k_LGD.shape[:2]
     q_GMD = q_CHD.view(num_q, groups, -1, head_dim).permute(1, 2, 0, 3).reshape(groups, -1, head_dim)
@@ -141,7 +139,7 @@ def _attend_chunk(q_CHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor,
 
 
 class AttentionPath:
-    """A way to compute a problem, ready to run on its own copies of the inputs."""
+    """A way to compute a problem, with its own copies of the inputs."""
 
     def __init__(self, name: str, problem: Problem) -> None:
         route, kernel_name = name.split(":")
@@ -171,7 +169,7 @@ class AttentionPath:
         return torch.autograd.grad(self.attend(*self.inputs), self.inputs, self.grad_out)
 
     def outcome(self) -> Tensors:
-        """Output and gradients of the packed tokens; of the copies of a shared token only the first has a gradient."""
+        """Return output and gradients of the packed tokens; only a shared token's first copy has an output gradient."""
         size = len(self.problem.q)
         copies = torch.arange(len(self.places), device=self.places.device)
         first = torch.full((size,), len(self.places), device=self.places.device)
@@ -179,21 +177,18 @@ class AttentionPath:
         counted = torch.zeros_like(self.places, dtype=torch.bool).index_fill(0, first, True)
         out = self.attend(*self.inputs)
         grads = torch.autograd.grad(out, self.inputs, self.grad_out * counted[:, None, None])
-        sums = (
-            grad.new_zeros(size, *grad.shape[1:], dtype=torch.float32).index_add_(0, self.places, grad.float())
-            for grad in grads
-        )
-        return out.detach()[first], *(total.to(grad.dtype) for total, grad in zip(sums, grads, strict=True))
+        zeros = (grad.new_zeros(size, *grad.shape[1:], dtype=torch.float32) for grad in grads)
+        sums = (total.index_add_(0, self.places, grad.float()) for total, grad in zip(zeros, grads, strict=True))
+        return out.detach()[first], *(total.to(out.dtype) for total in sums)
 
 
 def relative_error(outcome: Tensors, exact: Tensors) -> list[float]:
-    """Norm of the error divided by the norm of the exact tensor, of out, dq, dk and dv."""
-    pairs = zip(outcome, exact, strict=True)
-    return [float((found.float() - want).norm() / want.norm()) for found, want in pairs]
+    """Return the relative error norms of out, dq, dk and dv."""
+    return [float((own.float() - want).norm() / want.norm()) for own, want in zip(outcome, exact, strict=True)]
 
 
 def time_ms(function: Callable[[], object], repeats: int, device: str) -> list[float]:
-    """Milliseconds of each call; on a GPU between events on the stream, so that the host may run ahead."""
+    """Return the milliseconds of each call; on a GPU from events, so that the host can run ahead."""
     if device == "cpu":
         times = []
         for _ in range(repeats):
@@ -221,7 +216,7 @@ def run_case(case: str, args: argparse.Namespace) -> list[Row]:
         problem = Problem(case, args)
         path = AttentionPath(name, problem)
         errors = [] if args.no_check else relative_error(path.outcome(), problem.exact())
-        time_ms(path.forward, 2, args.device)  # compiles what is compiled on first use
+        time_ms(path.forward, 2, args.device)  # compiles kernels
         time_ms(path.forward_backward, 2, args.device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -279,7 +274,7 @@ def main() -> int:
     for case in args.cases:
         rows += run_case(case, args)
         if args.csv:
-            write_csv(rows, args.csv)  # after every case, so that a run cut short keeps what it measured
+            write_csv(rows, args.csv)  # after every case, for interrupted runs
     return 0
 
 

@@ -1,17 +1,16 @@
-"""The longest prompt whose update fits the GPU, stock and packed, by bisection.
+"""Find the longest prompt whose update fits the GPU, stock and packed, by bisection.
 
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python scripts/bench_longest_prompt.py --model qwen3-4b \
         --response 1024 --n 2 --between 16384 163840 --within 8192
 
-One group of n responses, one update (SGD, so that memory shows activations and not optimizer state), gradient
-checkpointing, no entropy; the budget of a micro-batch is one whole sequence, the least that verl takes. So stock verl's
-memory is that of two responses for any n above one: the second backward runs beside the gradients of the first. With
-``--memory-gib 48`` torch may allocate no more than a smaller GPU has; prompts are shorter then, and a try is faster.
+One group of n responses, one update with SGD (no optimizer state), gradient checkpointing, no entropy. The token budget
+is one sequence, verl's minimum. So stock verl's memory is that of two responses for any n above one: the second
+backward runs with the first's gradients in memory. ``--memory-gib 48`` limits torch's allocations to those of a smaller
+GPU.
 """
 
 import argparse
 import gc
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,13 +23,12 @@ import torch
 import transformers
 from bench_actor import run_phase
 from benchmarks.actor_cases import Case
-from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
+from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, join_process_group, shared_model
 from benchmarks.batches import make_batch
 from benchmarks.common import environment, pinned_copies, write_csv
 from rich.console import Console
 from torch import distributed as dist
 from verl.utils.device import get_torch_device
-from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
@@ -39,7 +37,7 @@ console = Console(width=150)
 
 @dataclass(frozen=True)
 class Row:
-    """One try: P prompt tokens; seconds and peak GiB of the update, NaN where it did not fit."""
+    """One update; seconds and peak GiB are NaN if it did not fit."""
 
     model: str
     path: str
@@ -59,7 +57,7 @@ class Row:
 
 
 def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namespace, vocab_size: int) -> Row:
-    """One update. Out of memory is an answer; any other error is raised."""
+    """Run one update. Running out of memory is a result; other errors are raised."""
     samples = Case(prompt, str(args.response), str(args.n), 1).rows(vocab_size, world_size=1).samples
     batch = make_batch(
         samples,
@@ -74,7 +72,7 @@ def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namesp
     fits, level = True, ""
     try:
         timing = run_phase(engine, "update_actor", batch, partial(ppo_loss, config=actor), entropy=False)
-        seconds, peak_gib, level, host_gib = timing.seconds, timing.peak_gib, timing.level, timing.rows["host_gib"]
+        seconds, peak_gib, level, host_gib = timing.seconds, timing.peak_gib, timing.level, timing.metrics["host_gib"]
     except torch.OutOfMemoryError as error:
         fits = False
         console.print(str(error), markup=False)
@@ -84,7 +82,7 @@ def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namesp
 
 
 def bisect(try_prompt: Callable[[int], Row], low: int, high: int, within: int) -> Iterator[Row]:
-    """Every try; the largest that fits is known to ``within`` tokens, or is ``high`` itself, tried first."""
+    """Yield every try; bisect to ``within`` tokens unless ``high``, which is tried first, fits."""
     yield (first := try_prompt(high))
     if first.fits or low == high:
         return
@@ -103,25 +101,23 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=2)
     parser.add_argument("--between", nargs=2, type=int, default=(16384, 163840), metavar=("LOW", "HIGH"))
     parser.add_argument("--within", type=int, default=8192, help="tokens, at least 2048")
-    parser.add_argument("--memory-gib", type=float, help="what torch may allocate; default: all of the GPU")
+    parser.add_argument("--memory-gib", type=float, help="limit of torch's allocations; default: all of the GPU")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("this measures a GPU's memory, and there is no GPU")
+        parser.error("this benchmark needs a GPU")
     total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     args.memory_gib = min(args.memory_gib or total_gib, total_gib)
     torch.cuda.set_per_process_memory_fraction(args.memory_gib / total_gib, 0)
 
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29578", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        os.environ.setdefault(name, value)
-    initialize_global_process_group_ray()
+    join_process_group()
     console.print(pinned_copies())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_longest_prompt_") as folder:
         model_path = shared_model(args, folder)
         vocab_size = transformers.AutoConfig.from_pretrained(model_path).vocab_size
         for path in args.paths:
-            # What ran out of memory stopped in the middle of a backward, so every try has an engine of its own.
+            # An engine that ran out of memory stopped within a backward, so every try builds a new one.
             def attempt(prompt: int, path: EnginePath = path) -> Row:
                 row = try_prompt(prompt, build_engine(model_path, args, path), path, args, vocab_size)
                 gc.collect()

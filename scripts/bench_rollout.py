@@ -3,10 +3,10 @@
     python scripts/bench_rollout.py --csv outputs/bench_rollout.csv
     python scripts/bench_rollout.py --model-shape qwen3-8b --cases 8192,1024,8,8 agent:2048,256,128,10,8,4
 
-A case is P,R,n,prompts: prompt and response tokens, responses of a prompt, prompts that one engine gets at once; or
-agent:P,IN,OUT,TURNS,n,prompts: sessions that generate OUT tokens and are handed IN more, TURNS times. Each mode runs in
-a process of its own, one after the other on the same GPU, with CUDA graphs as verl's rollouts have them. Every case
-runs once to warm up and then ``--repeats`` times; seconds are medians. Prefill is the time to one token a request.
+A case is P,R,n,prompts: prompt and response tokens, responses per prompt, prompts in one batch; or
+agent:P,IN,OUT,TURNS,n,prompts: sessions that generate OUT tokens and then get IN more, TURNS times. Modes run one after
+the other on the same GPU, each in a process, with CUDA graphs as in verl's rollouts. Every case warms up once, then
+runs ``--repeats`` times. Prefill is the time to one token for each request.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from benchmarks.common import environment, write_csv
@@ -50,6 +50,29 @@ class Row:
     commit: str
 
 
+class Case(NamedTuple):
+    """Lengths of a case; without turns, ``given`` is 0 and ``turns`` 1."""
+
+    prompt: int
+    given: int
+    out: int
+    turns: int
+    n: int
+    prompts: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        kind, _, numbers = text.rpartition(":")
+        if kind:
+            return cls(*map(int, numbers.split(",")))
+        prompt, response, n, prompts = map(int, numbers.split(","))
+        return cls(prompt, 0, response, 1, n, prompts)
+
+    @property
+    def num_generated(self) -> int:
+        return self.out * self.turns * self.n * self.prompts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=SHAPES, default="qwen3-4b")
@@ -69,7 +92,7 @@ def main() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             for line in filter(lambda line: line.startswith('{"case"'), child.stdout):
-                sys.stdout.write(f"{mode} {line}")  # what a run that is ended has measured
+                sys.stdout.write(f"{mode} {line}")  # for interrupted runs
                 sys.stdout.flush()
                 result = json.loads(line)
                 seconds.setdefault((result["case"], mode), []).append((result["prefill"], result["total"]))
@@ -82,49 +105,32 @@ def main() -> None:
         totals = [total for _, total in times]
         rows.append(
             Row(case, mode, args.model_shape, round(prefill, 3), round(total, 3), round(min(totals), 3),
-                round(max(totals), 3), round(num_generated(case) / total), round(first / total, 3), **where)
+                round(max(totals), 3), round(Case.parse(case).num_generated / total), round(first / total, 3), **where)
         )  # fmt: skip
         sys.stdout.write(f"{case} {mode}: {total:.2f} s, prefill {prefill:.2f} s, {first / total:.2f}x\n")
     write_csv(rows, args.csv)
 
 
-def num_generated(case: str) -> int:
-    kind, _, numbers = case.rpartition(":")
-    if kind:
-        _, _, out, turns, n, prompts = map(int, numbers.split(","))
-        return out * turns * n * prompts
-    _, response, n, prompts = map(int, numbers.split(","))
-    return response * n * prompts
-
-
-def longest(case: str) -> tuple[int, int]:
-    """Tokens of the longest sequence, and requests at once."""
-    kind, _, numbers = case.rpartition(":")
-    if kind:
-        prompt, given, out, turns, n, prompts = map(int, numbers.split(","))
-        return prompt + turns * (given + out), n * prompts
-    prompt, response, n, prompts = map(int, numbers.split(","))
-    return prompt + response, n * prompts
-
-
 def generate(args: argparse.Namespace) -> None:
-    """Run every case in this process and write a line of JSON for each repetition."""
+    """Run every case in this process; write a line of JSON for each repetition."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     register_with_vllm()
-    lengths, requests = zip(*map(longest, args.cases), strict=True)
+    cases = {text: Case.parse(text) for text in args.cases}
+    max_model_len = 16 + max(case.prompt + case.turns * (case.given + case.out) for case in cases.values())
+    requests = [case.n * case.prompts for case in cases.values()]
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(args.model_shape)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        config.max_position_embeddings = max(lengths) + 16
+        config.max_position_embeddings = max_model_len
         config.save_pretrained(folder)
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
             load_format="dummy",
             dtype="bfloat16",
-            max_model_len=max(lengths) + 16,
+            max_model_len=max_model_len,
             max_num_seqs=max(requests),
             gpu_memory_utilization=args.gpu_memory_utilization,
             enable_prefix_caching=True,
@@ -143,27 +149,20 @@ def generate(args: argparse.Namespace) -> None:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in requests], sampling, use_tqdm=False)
         return time.perf_counter() - begin, [list(output.outputs[0].token_ids) for output in outputs]
 
-    for case in args.cases:
+    for text, case in cases.items():
         for repetition in range(args.repeats + 1):
-            kind, _, numbers = case.rpartition(":")
             prefill = total = 0.0
-            if kind:
-                prompt, given, out, turns, n, prompts = map(int, numbers.split(","))
-                sessions = [list(ids) for ids in map(tokens, [prompt] * prompts) for _ in range(n)]
+            sessions = [ids for ids in map(tokens, [case.prompt] * case.prompts) for _ in range(case.n)]
+            if not text.startswith("agent:"):
                 llm.reset_prefix_cache()
-                for _ in range(turns):
-                    seconds, replies = run(sessions, out)
-                    total += seconds
-                    sessions = [ids + reply + tokens(given) for ids, reply in zip(sessions, replies, strict=True)]
-            else:
-                prompt, response, n, prompts = map(int, numbers.split(","))
-                group = [ids for ids in map(tokens, [prompt] * prompts) for _ in range(n)]
-                llm.reset_prefix_cache()
-                prefill, _ = run(group, 1)
-                llm.reset_prefix_cache()
-                total, _ = run(group, response)
+                prefill, _ = run(sessions, 1)
+            llm.reset_prefix_cache()
+            for _ in range(case.turns):
+                seconds, replies = run(sessions, case.out)
+                total += seconds
+                sessions = [ids + reply + tokens(case.given) for ids, reply in zip(sessions, replies, strict=True)]
             if repetition:
-                result: dict[str, Any] = {"case": case, "prefill": prefill, "total": total}
+                result: dict[str, Any] = {"case": text, "prefill": prefill, "total": total}
                 sys.stdout.write(json.dumps(result) + "\n")
                 sys.stdout.flush()
 

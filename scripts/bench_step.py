@@ -6,13 +6,12 @@
     python scripts/bench_step.py --cases 600,50,8,4,10 ...                           # agents of ten turns
     python scripts/bench_step.py ... -- actor_rollout_ref.actor.entropy_coeff=0.01   # verl overrides for every run
 
-A checkpoint of the shape is drawn at random (full-size vocabulary), prompts are random words of exactly P tokens, and
-responses have exactly R tokens (``ignore_eos``): nothing is learned here, everything is computed. Rollout is vLLM on
+Weights are random, prompts are P random words, and responses have exactly R tokens (``ignore_eos``). Rollout is vLLM on
 GPUs and the plugin's own on a CPU. GRPO with a reference policy, AdamW, FSDP2, gradient checkpointing (on GPUs), one
-optimizer step for each training step. Every mode runs in a process tree of its own and gets the same token budgets.
+optimizer step per training step. Every mode runs in its own process tree with the same token budgets.
 
-In ``--output-dir``: ``bench_step.csv`` (rewritten after every run), and for each run its log and its metrics file.
-A run that fails or outlives ``--timeout`` keeps the steps it finished; the exit code is then 1.
+``--output-dir`` gets ``bench_step.csv``, rewritten after every run, and each run's log and metrics file. A run that
+fails or exceeds ``--timeout`` keeps its finished steps; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -49,16 +48,13 @@ console = Console(width=150, markup=False, highlight=False)
 
 @dataclass(frozen=True)
 class StepCase:
-    """Tokens of every prompt and response, responses per prompt, prompts per training step (on all GPUs together).
+    """Lengths of a step's prompts and responses."""
 
-    With ``turns``, responses are sessions with a sample per turn, and ``response`` is a turn's.
-    """
-
-    prompt: int
-    response: int
-    n: int
-    prompts: int
-    turns: int = 0
+    prompt: int  # tokens
+    response: int  # tokens; of a turn, if there are turns
+    n: int  # responses per prompt
+    prompts: int  # per training step, on all GPUs
+    turns: int = 0  # samples of a session
 
     @classmethod
     def parse(cls, text: str) -> StepCase:
@@ -72,12 +68,12 @@ class StepCase:
 
     @property
     def longest_prompt(self) -> int:
-        """A turn adds its response and what the checker says of it, in the marks of the chat template."""
+        """Tokens of the last turn's prompt: a turn adds its response and the checker's reply with chat marks."""
         return self.prompt + max(self.turns - 1, 0) * (self.response + TOKENS_BETWEEN_TURNS)
 
 
 def mode(text: str) -> str:
-    """A mode of this plugin; options of the section ``prefix_grouper`` behind a colon: ``packed:KEY=VALUE,...``."""
+    """A mode of this plugin, with options of the section ``prefix_grouper`` after a colon: ``packed:KEY=VALUE,...``."""
     name, _, options = text.partition(":")
     if name not in EXAMPLES or (name == "rmpad" and options):
         raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(EXAMPLES)}; only ours take :KEY=VALUE,...")
@@ -88,33 +84,31 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
-    default_case = StepCase(64, 8, 4, 4)
-    parser.add_argument(
-        "--cases", nargs="+", type=StepCase.parse, default=[default_case], metavar="P,R,n,prompts[,turns]"
-    )
+    case = {"type": StepCase.parse, "default": [StepCase(64, 8, 4, 4)], "metavar": "P,R,n,prompts[,turns]"}
+    parser.add_argument("--cases", nargs="+", **case)
     parser.add_argument("--modes", nargs="+", type=mode, default=["rmpad", "packed"], help=mode.__doc__)
-    parser.add_argument("--steps", type=int, default=3, help="training steps of a run, the first of which warms up")
+    parser.add_argument("--steps", type=int, default=3, help="training steps of a run; the first warms up")
     parser.add_argument("--ngpus", type=int, default=1)
     parser.add_argument("--max-token-len", type=int, default=20480, help="token budget of a micro-batch, per GPU")
-    parser.add_argument("--ref-max-token-len", type=int, help="that of the reference policy, default the same")
+    parser.add_argument("--ref-max-token-len", type=int, help="the same for the reference policy; default: equal")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3, help="share of the GPU that vLLM takes")
     parser.add_argument("--cuda-graphs", action="store_true", help="vLLM captures CUDA graphs: start-up is longer")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run, start-up included")
     parser.add_argument("--work-dir", type=Path, default=Path("outputs/bench_step"), help="checkpoints and run folders")
     parser.add_argument("--output-dir", type=Path, help="CSV, logs and metrics; default: --work-dir/results")
-    parser.add_argument("overrides", nargs="*", help="verl overrides for every run, behind --")
+    parser.add_argument("overrides", nargs="*", help="verl overrides for every run, after --")
     args = parser.parse_args()
     if args.steps < 2:
-        parser.error("--steps must be at least 2: the first step is left out of the figures")
+        parser.error("--steps must be at least 2: the first step is not measured")
     args.work_dir = args.work_dir.absolute()
     args.output_dir = (args.output_dir or args.work_dir / "results").absolute()
     return args
 
 
 def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path, dict[StepCase, Path]]:
-    """The environment, the checkpoint, and for each case a file of prompts for all its steps; files are kept.
+    """Return the environment, the checkpoint and each case's prompts; write missing files.
 
-    In a process of its own, whose share of the GPU is free again when the first run starts.
+    A child process uses the GPU, so its memory is free when the first run starts.
     """
     model_path = args.work_dir / f"model-{args.model_shape}{f'-{args.layers}-layers' if args.layers else ''}"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -135,7 +129,7 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path
 def run_of(
     case: StepCase, mode: str, args: argparse.Namespace, device: str, model_path: Path, prompts: Path
 ) -> ScriptRun:
-    """The example script of the mode; what the user adds comes last and wins."""
+    """Return the run of the mode's example script; the user's overrides come last."""
     name = re.sub(r"[^\w.]+", "-", f"{case}-{mode}")
     variables = {
         "DEVICE": device,
@@ -155,7 +149,6 @@ def run_of(
         "GPU_MEMORY_UTILIZATION": args.gpu_memory_utilization,
         "TOTAL_STEPS": args.steps,
         "TOTAL_EPOCHS": 1,
-        # Of agents' runs.
         "MAX_TURNS": case.turns,
         "USE_PREFIX_GROUPER": mode != "rmpad",
     }
@@ -164,7 +157,7 @@ def run_of(
         "actor_rollout_ref.rollout.ignore_eos=True",
         f"actor_rollout_ref.rollout.enforce_eager={not args.cuda_graphs}",
         f"actor_rollout_ref.rollout.max_model_len={case.longest_prompt + case.response}",
-        # One worker each: every further one imports the rollout engine before the first step.
+        # One worker each: every worker imports the rollout engine before the first step.
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "reward.num_workers=1",
         f"reward.custom_reward_function.path={REPOSITORY / 'scripts' / 'benchmarks' / 'step_reward.py'}",
@@ -194,7 +187,7 @@ def main() -> int:
         if outcome != "ok":
             failures.append(f"{case} {name}: {outcome}, {len(steps)} of {args.steps} steps, see {run.log}")
             console.print(run.last_lines())
-        described: dict[str, Any] = {
+        description: dict[str, Any] = {
             "model": model_path.name.removeprefix("model-"),
             "case": str(case),
             "mode": name,
@@ -206,7 +199,7 @@ def main() -> int:
             "gpu_memory_utilization": args.gpu_memory_utilization,
             "overrides": " ".join(args.overrides),
         }
-        rows = with_ratios([*rows, *rows_of_run(steps, {**described, **about})])
+        rows = with_ratios([*rows, *rows_of_run(steps, {**description, **about})])
         if rows:
             write_csv(rows, args.output_dir / "bench_step.csv")
     console.print(table_of(rows))

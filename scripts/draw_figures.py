@@ -1,8 +1,8 @@
-"""Draw the images of the pages, from the tables in docs/data, the layout and what the program writes.
+"""Draw the images of the pages, from tables in docs/data, the layout and the program's output.
 
-    python scripts/draw_figures.py [NAME ...]        # into docs/images; names are those of the files
+    python scripts/draw_figures.py [NAME ...]        # into docs/images, by file name
 
-Images of data and of what the program writes are here, those that explain how it works in ``figures/concepts.py``.
+Images of concepts are in ``figures/concepts.py``.
 """
 
 import argparse
@@ -32,7 +32,7 @@ ABOUT = "Qwen3-4B config, verl 0.9.1"
 
 
 def rows_of(name: str, **wanted: str) -> list[dict[str, str]]:
-    """Rows of a table in docs/data whose columns hold what is wanted; commits by their beginning."""
+    """Return the rows of a table in docs/data whose columns start with the ``wanted`` texts."""
     with (DATA / f"{name}.csv").open(newline="") as file:
         return [row for row in csv.DictReader(file) if all(row[key].startswith(text) for key, text in wanted.items())]
 
@@ -40,18 +40,18 @@ def rows_of(name: str, **wanted: str) -> list[dict[str, str]]:
 def update_panels(
     height: float, cases: dict[str, dict[str, str]], paths: Sequence[str]
 ) -> list[tuple[plt.Axes, list[dict[str, str]]]]:
-    """A panel for each title, with the updates of its case by each path."""
+    """Return a panel for each title, with the updates of its case by each path."""
     _, panels = new_axes(height, len(cases))
-    found = []
+    rows_by_panel = []
     for axes, (title, case) in zip(panels, cases.items(), strict=True):
         axes.set_title(title, loc="left", weight="bold", pad=12)
         rows = {row["path"]: row for row in rows_of("updates", phase="update", **case)}
-        found.append((axes, [rows[path] for path in paths]))
-    return found
+        rows_by_panel.append((axes, [rows[path] for path in paths]))
+    return rows_by_panel
 
 
 def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str], colors: list[str]) -> None:
-    """Lying bars, each with its name above it and its note behind it."""
+    """Draw horizontal bars, each with its name above and its note to the right."""
     for at, (name, value, note, color) in enumerate(zip(names, values, notes, colors, strict=True)):
         axes.barh(at, value, 0.5, color=color)
         axes.text(0, at - 0.3, name, va="bottom")
@@ -62,7 +62,7 @@ def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str]
 
 
 def steps() -> plt.Figure:
-    """Seconds of a whole step by phase, stock verl and packed mode."""
+    """Draw the seconds of a whole step by phase, stock verl and packed mode."""
     phases = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
     runs: dict[str, dict[str, float]] = {}
     for row in rows_of("steps", case="4096,1024,4,8"):
@@ -83,7 +83,7 @@ def steps() -> plt.Figure:
 
 
 def where_it_comes_from() -> plt.Figure:
-    """What is left of stock verl's update after each part, with a shared prompt and with nothing shared."""
+    """Draw an update's seconds as each part is enabled, with a shared prompt and without."""
     parts = {
         "stock verl": "rmpad",
         "prefixes shared, head on responses": "packed:compile_layers=False,activations=inputs",
@@ -109,7 +109,7 @@ def where_it_comes_from() -> plt.Figure:
 
 
 def reward_over_time() -> plt.Figure:
-    """Rewards of three seeds by the seconds that their steps took, the first one left out, which starts processes."""
+    """Draw the rewards of three seeds by seconds of training, without the first step, which starts processes."""
     figure, (axes,) = new_axes(4.2)
     for mode, color in (("rmpad", STOCK), ("packed", OURS)):
         for seed in "123":
@@ -126,7 +126,7 @@ def reward_over_time() -> plt.Figure:
 
 
 def memory() -> plt.Figure:
-    """Peak of an update on the GPU, and what waits on the host."""
+    """Draw an update's peak memory on the GPU and on the host."""
     cases = {
         "4B, prompt 8192, response 1024, n 8": {"run": "waterfall", "case": "8192,1024,8"},
         "4B, prompt 32768, response 1024, n 8": {"run": "long prompts"},
@@ -168,7 +168,7 @@ def learning_cpu() -> plt.Figure:
 
 
 def learning_gpu() -> plt.Figure:
-    """Rewards and KL by step with vLLM: the mean of the seeds of each mode, on the band that they fill."""
+    """Draw rewards and KL by step with vLLM: each mode's mean and range over seeds."""
     figure, panels = new_axes(5.5, 2)
     for axes, (metric, title) in zip(
         panels, {"reward": "reward", "kl": "KL loss to the reference"}.items(), strict=True
@@ -188,7 +188,7 @@ def learning_gpu() -> plt.Figure:
 
 
 def problems() -> str:
-    """What a run with four mistakes writes before it starts anything, as SVG."""
+    """Return the problems of a run with four mistakes, as SVG."""
     overrides = [
         "actor_rollout_ref.actor.use_prefix_grouper=True",
         "++prefix_grouper.verify=sometimes",
@@ -210,7 +210,7 @@ def problems() -> str:
 
 
 def a_run() -> str:
-    """What a run tells of sharing, as SVG: docs/data/run.txt has the lines of the whole steps at 8192, 1024, 8."""
+    """Return the log lines in docs/data/run.txt as SVG: whole steps at 8192, 1024, 8."""
     return terminal(
         "Qwen3-4B config, one H200, v0.1.0rc1",
         "$ MODEL_PATH=... bash examples/run_qwen3_pg.sh",
@@ -225,7 +225,7 @@ def terminal(title: str, command: str, written: str) -> str:
     console.print(Text(command, style="bold"))
     console.print(Text("\n".join([*lines, ""])))
     svg = console.export_svg(title=title)
-    # Letters of the reader's machine: an image loads nothing from another host.
+    # Use the reader's fonts: an image must not load from another host.
     return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code, monospace", "monospace")
 
 

@@ -1,14 +1,13 @@
-"""Train the arithmetic task in each mode with several seeds and write how it learned, step by step, to a CSV file.
+"""Train the arithmetic task in each mode with several seeds and write rewards and metrics by step to a CSV file.
 
     python scripts/learning_curves.py --output-dir outputs/learning --csv docs/data/learning_cpu.csv
     python scripts/draw_figures.py learning_cpu
 
-verl's trainer runs with its real rollout: vLLM where torch sees a GPU (in bf16, with heads of 64), the plugin's own
-rollout on a CPU (in float32). A seed draws the order of the questions and the responses. A training step is one
-optimizer step: the modes balance differently, and would fill several mini-batches with different samples, so that not
-even exact modes could be compared seed by seed.
+Rollout is vLLM if torch sees a GPU (bf16, heads of 64), else the plugin's own (float32). A seed determines the order of
+questions and the responses. A training step is one optimizer step: with several mini-batches the modes' balance would
+fill them with different samples, so that runs could not be compared seed by seed.
 
-Runs whose metrics are complete in ``--output-dir`` are kept: a command that was interrupted goes on where it stopped.
+Runs with complete metrics in ``--output-dir`` are kept, so an interrupted command continues.
 """
 
 import argparse
@@ -36,7 +35,7 @@ console = Console(width=150, markup=False, highlight=False)
 
 @dataclass(frozen=True)
 class LearningStep:
-    """One training step of one run. ``kl`` is verl's KL loss to the reference policy (low-variance estimator, nats)."""
+    """One training step. ``kl`` is verl's KL loss to the reference policy (low-variance estimator, nats)."""
 
     mode: str
     seed: int
@@ -60,7 +59,7 @@ METRICS = {
     "grad_norm": "actor/grad_norm",
     "rollout_actor_corr": "training/rollout_actor_probs_pearson_corr",
     "rollout_actor_max_diff": "training/rollout_probs_diff_max",
-    "rollout_log_ppl": "rollout_corr/rollout_log_ppl",  # of the tokens that were drawn
+    "rollout_log_ppl": "rollout_corr/rollout_log_ppl",  # of the sampled tokens
     "response_tokens": "response_length/mean",
     "step_s": "timing_s/step",
 }
@@ -68,7 +67,7 @@ DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
 
 
 def run_of(mode: str, seed: int, args: argparse.Namespace, device: str) -> ScriptRun:
-    """``examples/run_qwen3_pg.sh`` in a mode, with a seed; what the user adds comes last and wins."""
+    """Return the run of ``examples/run_qwen3_pg.sh`` in a mode with a seed; the user's overrides come last."""
     folder = args.output_dir / f"{device}-{mode}-{seed}"
     use_prefix_grouper, use_remove_padding = FLAGS[mode]
     variables = {
@@ -90,7 +89,7 @@ def run_of(mode: str, seed: int, args: argparse.Namespace, device: str) -> Scrip
 
 
 def curve_of(metrics: Path, mode: str, seed: int) -> list[LearningStep]:
-    """The steps that a run has finished so far; a metric that it does not log is an error."""
+    """Return the finished steps of a run; a missing metric is an error."""
     return [
         LearningStep(
             mode=mode,
@@ -111,7 +110,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run, start-up included")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning"))
     parser.add_argument("--csv", type=Path, help="default: learning.csv in --output-dir")
-    parser.add_argument("overrides", nargs="*", help="verl overrides for every run, behind --")
+    parser.add_argument("overrides", nargs="*", help="verl overrides for every run, after --")
     args = parser.parse_args()
     args.output_dir = args.output_dir.absolute()
     args.csv = args.csv or args.output_dir / "learning.csv"
@@ -122,13 +121,13 @@ def main() -> int:
     args = parse_args()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     if not (args.output_dir / "data").is_dir():
-        # Each question once an epoch: of groups with one prompt in a step, which arrives first would draw first.
+        # Each question once an epoch: seeds of equal prompts in a step depend on their order of arrival.
         make_arithmetic_data(args.output_dir / "data", repeat=1)
     if not (args.output_dir / f"model-{device}").is_dir():
         make_tiny_checkpoint(args.output_dir / f"model-{device}", head_dim=HEAD_DIM[device])
     curves: list[LearningStep] = []
     failures: list[str] = []
-    # Seed by seed, so that an interrupted command leaves whole pairs.
+    # By seed, so that an interrupted command leaves complete pairs.
     for seed, mode in product(args.seeds, args.modes):
         run = run_of(mode, seed, args, device)
         settings = json.dumps([run.command, run.environment], indent=1)

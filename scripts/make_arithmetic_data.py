@@ -2,8 +2,7 @@
 
     python scripts/make_arithmetic_data.py --output-dir DIR
 
-Every question is a sum of two numbers behind one preamble, so that a prompt is much longer than its answer and
-a GRPO group shares nearly all of its tokens.
+Every question is a sum of two numbers after one preamble, so a GRPO group shares nearly all of its tokens.
 """
 
 import argparse
@@ -16,11 +15,7 @@ from verl_pg_plugin.demo import write_data
 
 
 def make_arithmetic_data(output_dir: Path, *, test_size: int = 5, repeat: int = 32) -> tuple[Path, Path]:
-    """Write both files and return their paths; ``repeat`` is how often the train file lists each question.
-
-    Raises:
-        FileExistsError: ``output_dir`` is not empty.
-    """
+    """Write both files, train questions ``repeat`` times each; FileExistsError if the folder is not empty."""
     with whole_directory(output_dir) as scratch:
         write_data(scratch, test_size=test_size, repeat=repeat)
     return output_dir / "train.parquet", output_dir / "test.parquet"

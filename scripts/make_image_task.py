@@ -1,12 +1,10 @@
-"""Write a tiny Qwen3-VL checkpoint and images for it to count squares in, for training on a CPU.
+"""Write a tiny Qwen3-VL checkpoint and a data set of images whose coloured squares it counts, for training on a CPU.
 
     python scripts/make_image_task.py --data DIR --model DIR [--for-vllm]
 
-Data are ``train.parquet`` and ``test.parquet`` in verl's RL format: an image shows some coloured squares on a white
-ground, and the question is how many. The weights are random, then fitted for some seconds on such images (supervised,
-answer tokens only), so that the reward starts above zero.
-``--for-vllm``: heads of 64, which kernels of GPUs take, and transformers' own processor with its part for videos, which
-vLLM asks for and torchvision computes.
+Data are ``train.parquet`` and ``test.parquet`` in verl's RL format. The weights are random, then trained for some
+seconds on such images (supervised, answer tokens only), so that the reward starts above zero. ``--for-vllm`` makes
+heads of 64 for GPU kernels, and a processor with videos, which vLLM requires and which needs torchvision.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from verl_pg_plugin.cpu.images import Qwen3VLProcessor
 from verl_pg_plugin.demo import END, character_tokenizer
 
 CELLS, CELL = 3, 8
-"""Cells on a side, and pixels on a side of each: what one token of the tiny model's vision encoder sees."""
+"""Cells on a side of the image, and pixels on a side of a cell, which is one token of the vision encoder."""
 COUNTS = (1, 2, 3, 4)
 COLOURS = ((220, 40, 40), (40, 160, 60), (50, 70, 220))
-# Of several lengths: verl 0.9.1 fails on positions in three dimensions where all sequences of a batch have one length.
+# verl 0.9.1 fails on M-RoPE positions if all sequences of a batch have one length, so lengths differ.
 QUESTIONS = ("How many?", "How many squares?", "Count the squares.", "What is the number of squares?")
 SYSTEM_PROMPT = "You look at an image. Reply with the number of coloured squares in it and nothing else."
 MERGE, PATCH, FRAMES = 2, CELL // 2, 2
@@ -50,7 +48,7 @@ CHAT_TEMPLATE = (
 
 
 def draw_squares(count: int, rng: random.Random) -> Image.Image:
-    """An image with ``count`` coloured cells at random places."""
+    """Return an image with ``count`` coloured cells at random positions."""
     pixels = np.full((CELLS * CELL, CELLS * CELL, 3), 255, dtype=np.uint8)
     for place in rng.sample(range(CELLS**2), count):
         top, left = CELL * (place // CELLS), CELL * (place % CELLS)
@@ -59,12 +57,12 @@ def draw_squares(count: int, rng: random.Random) -> Image.Image:
 
 
 def chat(question: str) -> list[dict[str, Any]]:
-    """The prompt's messages, with the mark of verl's data set where the image belongs."""
+    """Return the prompt's messages, with verl's mark at the image's position."""
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"<image>{question}"}]
 
 
 def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
-    """One row of verl's RL data set."""
+    """Return one row of verl's RL data set."""
     count, encoded = rng.choice(COUNTS), io.BytesIO()
     draw_squares(count, rng).save(encoded, "PNG")
     return {
@@ -78,11 +76,7 @@ def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
 
 
 def make_image_data(output_dir: Path) -> Path:
-    """Write both files to ``output_dir`` and return it.
-
-    Raises:
-        FileExistsError: ``output_dir`` is not empty.
-    """
+    """Write both files to ``output_dir`` and return it; FileExistsError if it is not empty."""
     rng = random.Random(0)
     with whole_directory(output_dir) as scratch:
         for split, size in (("train", 256), ("test", 32)):
@@ -92,7 +86,7 @@ def make_image_data(output_dir: Path) -> Path:
 
 
 def tiny_processor(for_vllm: bool = False) -> transformers.Qwen3VLProcessor:
-    """A token for each character and mark, patches of 4 pixels."""
+    """Return a processor with a token for each character and mark, and patches of 4 pixels."""
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [VISION_START, VISION_END, IMAGE, VIDEO]})
     side = CELLS * CELL
@@ -106,7 +100,7 @@ def tiny_processor(for_vllm: bool = False) -> transformers.Qwen3VLProcessor:
 
 
 def tiny_vision_model(tokenizer: Any, for_vllm: bool = False) -> PreTrainedModel:
-    """Random float32 weights: 2 layers of hidden 96, an encoder of 2 blocks of hidden 48 (128 with heads of 64)."""
+    """Return a random float32 model: 2 layers of width 96, an encoder of 2 blocks of width 48 (128 for vLLM)."""
     head_dim, tower_hidden, sections = (64, 128, [12, 10, 10]) if for_vllm else (24, 48, [4, 4, 4])
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _MARKS.items()}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, "mrope_interleaved": True}
@@ -148,19 +142,19 @@ _MARKS = {
 
 
 def warm_up(model: Any, processor: transformers.Qwen3VLProcessor, steps: int, rng: random.Random) -> None:
-    """Fit the answers to random images in place: ``steps`` AdamW steps on 32 samples each."""
+    """Train on answers to random images in place: ``steps`` AdamW steps on 32 samples each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     prompts = [_prompt(processor, question) for question in QUESTIONS]
     for _ in range(steps):
         counts, prompt = rng.choices(COUNTS, k=32), rng.choice(prompts)
-        made = processor(
+        batch = processor(
             text=[prompt + str(count) + END for count in counts],
             images=[[draw_squares(count, rng)] for count in counts],
             return_tensors="pt",
         )
-        labels = made["input_ids"].clone()
+        labels = batch["input_ids"].clone()
         labels[:, :-2] = -100
-        model(**made, labels=labels).loss.backward()
+        model(**batch, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -172,11 +166,7 @@ def _prompt(processor: transformers.Qwen3VLProcessor, question: str) -> str:
 
 
 def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 60, for_vllm: bool = False) -> Path:
-    """Write model, generation config, tokenizer and processor to ``output_dir`` and return it.
-
-    Raises:
-        FileExistsError: ``output_dir`` is not empty.
-    """
+    """Write model, tokenizer and processor to ``output_dir`` and return it; FileExistsError if it is not empty."""
     torch.manual_seed(0)
     processor = tiny_processor(for_vllm)
     model = tiny_vision_model(processor.tokenizer, for_vllm)
@@ -186,15 +176,11 @@ def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 60, fo
         processor.save_pretrained(scratch)
         if not for_vllm:
             for file in (scratch / "processor_config.json", scratch / "tokenizer_config.json"):
-                _forget_class(file)
+                # transformers would resolve a class name to its own class; see ``verl_pg_plugin.cpu.images``.
+                settings = json.loads(file.read_text())
+                settings.pop("processor_class", None)
+                file.write_text(json.dumps(settings, indent=2))
     return output_dir
-
-
-def _forget_class(file: Path) -> None:
-    """A name would be looked up among transformers' own classes; see ``verl_pg_plugin.cpu.images``."""
-    settings = json.loads(file.read_text())
-    settings.pop("processor_class", None)
-    file.write_text(json.dumps(settings, indent=2))
 
 
 def main() -> None:

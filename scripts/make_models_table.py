@@ -1,11 +1,11 @@
-"""Record what packed mode does with each type of the installed transformers, and write it into docs/models.md.
+"""Record packed mode's support of each model type of the installed transformers, and update docs/models.md.
 
     python scripts/make_models_table.py
 
-Outcomes are kept by the version of transformers in docs/data/models.json: run it under the lowest and the highest that
-is supported, and that of ``constraints.txt``. ``tests/architectures`` and ``tests/mixers`` bear them out, and fail
-where the record is another. A type that the record of this version does not call exact yet is tested here; unless its
-tests pass, it is recorded as not run: untested. What is written between the tables is kept.
+docs/data/models.json has a record for each version of transformers: run this under the lowest and the highest supported
+version and that of ``constraints.txt``. ``tests/architectures`` and ``tests/mixers`` fail if they differ from the
+record. Types that this version's record does not call exact are tested here; if their tests do not pass, they are
+recorded as not run.
 """
 
 import json
@@ -26,13 +26,13 @@ COLUMNS = ("head_in_chunks", "fused_kernels", "value_head", "compiled")
 
 
 def read_record() -> dict[str, dict[str, Any]]:
-    """Outcomes by version of transformers, the lowest first, and model type."""
+    """Return outcomes by version of transformers, the lowest first, and model type."""
     record = json.loads(RECORD.read_text())
     return dict(sorted(record.items(), key=lambda item: tuple(map(int, item[0].split(".")))))
 
 
 def page(record: dict[str, dict[str, Any]]) -> str:
-    """The page with the rows and numbers of the record."""
+    """Return the page with the record's rows and numbers; other text is kept."""
     newest = list(record)[-1]
     latest = {name: (version, outcome) for version, outcomes in record.items() for name, outcome in outcomes.items()}
     every_kernel = {kernel for _, outcome in latest.values() for kernel in outcome["kernels"]}
@@ -51,29 +51,30 @@ def page(record: dict[str, dict[str, Any]]) -> str:
     text = re.sub(r"(?<=causal language model for: ).*(?=\. The)", versions, text)
     for status, lines in rows.items():
         # "**75 are exact**", and the rows of the next table.
-        found = rf"\*\*\d+ are {status}(\*\*.*?\n\|[-|]+\|\n)(?:\|[^\n]*\n)*"
+        table = rf"\*\*\d+ are {status}(\*\*.*?\n\|[-|]+\|\n)(?:\|[^\n]*\n)*"
         text = re.sub(
-            found, lambda of, s=status, at=lines: f"**{len(at)} are {s}{of[1]}{''.join(at)}", text, flags=re.DOTALL
+            table, lambda of, s=status, at=lines: f"**{len(at)} are {s}{of[1]}{''.join(at)}", text, flags=re.DOTALL
         )
     return text
 
 
 def _versions(model_type: str, version: str, newest: str, record: dict[str, dict[str, Any]]) -> str:
-    """Where a type is not the same in all versions."""
+    """Return a note on the versions in which a type differs."""
     if version != newest:
         return f" (up to {version})"
-    of_type = {other: outcomes.get(model_type) for other, outcomes in record.items()}
-    notes = [of_type[newest]["why"]] if of_type[newest]["status"] == "exact" and of_type[newest]["why"] else []
-    for other, outcome in of_type.items():
+    by_version = {other: outcomes.get(model_type) for other, outcomes in record.items()}
+    latest = by_version[newest]
+    notes = [latest["why"]] if latest["status"] == "exact" and latest["why"] else []
+    for other, outcome in by_version.items():
         if outcome is None:
             notes.append(f"not in {other}")
-        elif outcome["status"] != of_type[newest]["status"]:
+        elif outcome["status"] != latest["status"]:
             notes.append(f"{other}: {outcome['status']}")
     return f" ({', '.join(notes)})" if notes else ""
 
 
 class Recorder:
-    """A pytest plugin that collects the outcomes of tests by the parameter in brackets."""
+    """pytest plugin that collects outcomes by test parameter."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, set[str]] = {}
@@ -84,7 +85,7 @@ class Recorder:
 
 
 def passing(model_types: set[str], tests: Sequence[Path] = TESTS) -> set[str]:
-    """Run the tests of types; return the types that have some and pass all."""
+    """Run the tests of types; return those that have tests and pass all."""
     recorder = Recorder()
     if model_types:
         names = " or ".join(f"[{name}]" for name in sorted(model_types))

@@ -3,12 +3,10 @@
     python scripts/make_tiny_checkpoint.py --output-dir DIR [--architecture qwen3_moe] [--warm-up-steps N] \
         [--head-dim 32] [--tool-calls] [--seed 0]
 
-The weights are random, then fitted for a few seconds on the arithmetic questions of ``make_arithmetic_data.py``
-(supervised, answer tokens only). Without this warm-up a random model hardly ever draws a right answer and RL
-spends its first minutes on the format; with it the reward starts low, above zero, and RL does the rest.
-``--warm-up-steps 0`` leaves the weights random; GPU kernels want ``--head-dim 64``.
-With ``--tool-calls`` the answer is a call of the tool in ``data/calculator_tool.py``, then the number it returns; that
-takes 300 warm-up steps, since a call is one only when all of its characters are right.
+The weights are random, then trained for a few seconds on the questions of ``make_arithmetic_data.py`` (supervised,
+answer tokens only), so that the reward starts above zero. ``--warm-up-steps 0`` leaves them random. GPU kernels need
+``--head-dim 64``. With ``--tool-calls`` the answer is a call of the tool in ``data/calculator_tool.py``, then its
+result.
 """
 
 import argparse
@@ -34,13 +32,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
     },
 }
-"""Sizes beside those of ``tiny_model``, by model type."""
-# As in Qwen3: tokens of their own that decoding keeps, since verl's parser looks for them in the text.
+"""Additional arguments of ``tiny_model``, by model type."""
+# As in Qwen3, tokens that decoding keeps: verl's parser searches the text for them.
 TOOL_CALL_MARKS = ["<tool_call>", "</tool_call>"]
 
 
 def answer_by_tool(question: str, answer: str) -> list[tuple[str, bool]]:
-    """What follows a prompt, as texts with whether the model writes them: a call of ``add``, its result, the answer."""
+    """Return the texts after a prompt (call of ``add``, its result, answer), and whether the model writes each."""
     a, b = question.rstrip("=").split("+")
     call = json.dumps({"name": "add", "arguments": {"a": int(a), "b": int(b)}}, separators=(",", ":"))
     return [
@@ -60,15 +58,11 @@ def make_tiny_checkpoint(
     seed: int = 0,
     vocab_multiple: int = 1,
 ) -> Path:
-    """Write model, generation config and tokenizer to ``output_dir`` and return it.
+    """Write model and tokenizer to ``output_dir`` and return it; FileExistsError if it is not empty.
 
     Args:
         warm_up_steps: 80 by default, 300 with tool calls.
-        vocab_multiple: the embedding gets as many rows more as make it a multiple of this. vLLM's adapters of the head
-            need 64, as released models have.
-
-    Raises:
-        FileExistsError: ``output_dir`` is not empty.
+        vocab_multiple: pads the embedding to a multiple of this; vLLM's adapters of the head need 64.
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer()

@@ -1,13 +1,11 @@
-"""Print ``run summary: {json}``, as the last line, for a training run, from the metrics file of verl's ``file`` logger.
+"""Summarize a training run from the metrics file of verl's ``file`` logger; the last line is ``run summary: {json}``.
 
     python scripts/run_summary.py METRICS.jsonl --config CONFIG.yaml
 
-CONFIG.yaml is the config that Hydra saved for the run; ``mode`` comes from its two flags.
-``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps (at least one, at most
-five), times are medians in seconds over all steps, ``dedup_ratio`` is the mean of total over computed tokens, and
-``tokens_saved`` is how many of a mini-batch's tokens the model never computed (mean). What a run does not log is
-``null``. Lines before the summary say the same for people. A run whose ``trainer.logger`` has no ``file`` gets a line
-that says so instead.
+CONFIG.yaml is the config that Hydra saved for the run. ``reward_first`` and ``reward_last`` are means over the first
+and last fifth of the steps (at least one, at most five). Times are medians in seconds. ``dedup_ratio`` is the mean of
+total over computed tokens; ``tokens_saved`` is the mean of total minus computed tokens of a mini-batch. Metrics that
+the run does not log are ``null``.
 """
 
 import argparse
@@ -31,13 +29,13 @@ PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "updat
 
 
 def read_loggers(config_path: Path) -> list[str]:
-    """Names in ``trainer.logger``, from a saved Hydra config."""
+    """Return the names in ``trainer.logger`` of a saved Hydra config."""
     loggers = OmegaConf.load(config_path).trainer.logger
     return [loggers] if isinstance(loggers, str) else list(loggers)
 
 
 def summarize(steps: list[dict[str, Any]], mode: str) -> dict[str, Any]:
-    """The summary of a run as a JSON-ready dict."""
+    """Return the summary of a run as a dict for JSON."""
 
     def values(key: str) -> list[float]:
         return [step[key] for step in steps if key in step]
@@ -63,7 +61,7 @@ def summarize(steps: list[dict[str, Any]], mode: str) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> list[str]:
-    """The summary in words, a line each for what was trained, what was saved, and where the time went."""
+    """Return the summary as lines of text: rewards, saved tokens, times."""
     lines = [
         f"{summary['mode']} mode, {summary['steps']} steps: "
         f"reward {summary['reward_first']:.3f} at first, {summary['reward_last']:.3f} at last"

@@ -1,15 +1,15 @@
-"""Run what users do with the example scripts, two steps each, and say in a line each whether it did what it should.
+"""Run the example scripts for two steps each and check the results.
 
     python scripts/smoke_runs.py [--runs tools lora critic images] [--timeout 600] [-- OVERRIDE ...]
 
 - tools: several turns with a calculator (verl's ToolAgentLoop), validation before training, TensorBoard, a checkpoint
-  after every step; killed with SIGKILL after its first checkpoint, then run again: it goes on after the checkpoint.
+  after every step; ended with SIGKILL after its first checkpoint, then resumed from it.
 - lora: adapters, merged for the plugin's rollout on a CPU, loaded by vLLM on a GPU.
 - critic: PPO with a critic.
-- images: a vision-language model that counts coloured squares; vLLM's part of it wants torchvision.
+- images: a vision-language model that counts coloured squares; vLLM needs torchvision for it.
 
-Rollout is vLLM where torch sees a GPU and the plugin's own on a CPU. The checkpoint is tiny and made here. Logs and
-metrics stay in ``--output-dir``; the exit code is 1 when a run failed, or logged how its processes died at its end.
+Rollout is vLLM if torch sees a GPU, else the plugin's own. Logs and metrics stay in ``--output-dir``. The exit code is
+1 if a run failed or logged the death of a process at its end.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from verl_pg_plugin.cli.demo import read_steps
 
 STEPS = 2
 SURVIVORS_S = 60
-# What a process that dies of a signal leaves in the log.
+# Log lines of a process that died.
 DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 console = Console(width=180, highlight=False, markup=False)
 
 
 @dataclass(frozen=True)
 class SmokeRun:
-    """A script of ``examples/`` with what is added to it. Folders are absolute."""
+    """A script of ``examples/`` with overrides. Folders are absolute."""
 
     name: str
     script: str
@@ -60,7 +60,7 @@ class SmokeRun:
 
     @property
     def last_checkpoint(self) -> int | None:
-        """Step of the last whole checkpoint; verl writes the file after everything else."""
+        """Step of the last whole checkpoint; verl writes this file last."""
         tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
         return int(tracker.read_text()) if tracker.is_file() and tracker.read_text() else None
 
@@ -79,16 +79,16 @@ class SmokeRun:
 
 
 class SmokeError(Exception):
-    """What a run did not do, in one line."""
+    """A failed check."""
 
 
-def require(condition: bool, otherwise: str) -> None:
+def require(condition: bool, error: str) -> None:
     if not condition:
-        raise SmokeError(otherwise)
+        raise SmokeError(error)
 
 
 def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[str, float]]:
-    """Train to the end, hold what every run must do, and return the metrics of the steps."""
+    """Train to the end, check what holds for every run, and return the metrics of the steps."""
     started = run.script_run()
     outcome = run_to_end(started, timeout_s)
     require(outcome == "ok", outcome)
@@ -102,7 +102,7 @@ def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[st
         require(correlation > 0.95, f"probabilities of rollout and actor correlate by {correlation:.3f} only")
     text = started.log.read_text(errors="replace")
     require(text.splitlines()[-1].startswith("run summary: "), "does not end with its summary")
-    # Packages that try an import and fail may log a traceback at the start; after the last step there is no excuse.
+    # Failed optional imports may log tracebacks at the start, so only lines after the last step count.
     after_it = text.rpartition(f"step:{run.steps} - ")[2]
     deaths = [line for line in after_it.splitlines() if DEATHS.search(line)]
     require(not deaths, f"logs {len(deaths)} lines of dying processes, the first: {deaths[0][:150]}" if deaths else "")
@@ -110,10 +110,10 @@ def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[st
 
 
 def kill_after_first_checkpoint(run: SmokeRun, timeout_s: float) -> int:
-    """Start the run and end its trainer with SIGKILL once a checkpoint is whole.
+    """Start the run and end its trainer with SIGKILL after the first checkpoint.
 
     Returns:
-        How many of its processes (Ray's, vLLM's) had to be killed because they outlived the trainer.
+        Number of its processes (Ray's, vLLM's) that were still running afterwards and were killed.
     """
     run.work_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -139,7 +139,7 @@ def kill_after_first_checkpoint(run: SmokeRun, timeout_s: float) -> int:
 
 
 def run_tools(run: SmokeRun, timeout_s: float) -> str:
-    """Killed after its first checkpoint and resumed; see the module's docstring."""
+    """Kill the run after its first checkpoint and resume it."""
     run = replace(
         run,
         script="run_qwen3_tools_pg.sh",
@@ -170,8 +170,8 @@ def run_tools(run: SmokeRun, timeout_s: float) -> str:
 
 
 def run_lora(run: SmokeRun, timeout_s: float) -> str:
-    """Adapters of every linear layer."""
-    # The plugin's rollout has no slots for adapters; vLLM loads them, beside weights read from the checkpoint.
+    """Train adapters of every linear layer."""
+    # The plugin's rollout has no adapter slots; vLLM loads adapters, and weights from the checkpoint.
     rollout = {
         "cpu": "actor_rollout_ref.model.lora.merge=True",
         "gpu": "actor_rollout_ref.rollout.load_format=safetensors",
@@ -187,7 +187,7 @@ def run_lora(run: SmokeRun, timeout_s: float) -> str:
 
 
 def run_critic(run: SmokeRun, timeout_s: float) -> str:
-    """Actor and critic on shared prefixes."""
+    """Train actor and critic on shared prefixes."""
     steps = finish(replace(run, script="run_qwen3_ppo_pg.sh"), timeout_s)
     for step in steps:
         require(step["critic/prefix_grouper/dedup_ratio"] > 2, "its critic shares no prompts")
@@ -196,11 +196,8 @@ def run_critic(run: SmokeRun, timeout_s: float) -> str:
 
 
 def run_images(run: SmokeRun, timeout_s: float) -> str:
-    """Images in prompts; the data set takes them as they are, else qwen-vl-utils would be wanted."""
-    images = (
-        "data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset",
-        "data.custom_cls.name=ImageDataset",
-    )
+    """Train on images in prompts, with the data set that does not need qwen-vl-utils."""
+    images = ("data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset", "data.custom_cls.name=ImageDataset")
     run = replace(run, script="run_qwen3_vl_pg.sh", response_tokens=4, overrides=(*images, *run.overrides))
     steps = finish(run, timeout_s)
     for step in steps:
@@ -217,14 +214,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one start of a script")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/smoke"))
-    parser.add_argument("overrides", nargs="*", help="verl overrides for every run, behind --")
+    parser.add_argument("overrides", nargs="*", help="verl overrides for every run, after --")
     args = parser.parse_args()
     args.output_dir = args.output_dir.absolute()
     return args
 
 
 def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Data and checkpoint of each run; each is made once."""
+    """Return data and checkpoint of each run; make missing ones."""
     kinds = {name: name if name in ("tools", "images") else "text" for name in args.runs}
     data = {name: args.output_dir / f"data{'-images' if kind == 'images' else ''}" for name, kind in kinds.items()}
     models = {name: args.output_dir / f"model-{device}-{kind}" for name, kind in kinds.items()}
@@ -233,15 +230,12 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, Path], dic
             (make_image_data if kind == "images" else make_arithmetic_data)(data[name])
         if models[name].is_dir():
             continue
+        on_gpu = device == "gpu"
         if kind == "images":
-            make_tiny_vision_checkpoint(models[name], for_vllm=device == "gpu")
+            make_tiny_vision_checkpoint(models[name], for_vllm=on_gpu)
         else:
-            make_tiny_checkpoint(
-                models[name],
-                head_dim=HEAD_DIM[device],
-                tool_calls=kind == "tools",
-                vocab_multiple=64 if device == "gpu" else 1,
-            )
+            sizes = {"head_dim": HEAD_DIM[device], "vocab_multiple": 64 if on_gpu else 1}
+            make_tiny_checkpoint(models[name], tool_calls=kind == "tools", **sizes)
     return data, models
 
 
@@ -268,7 +262,6 @@ def main() -> int:
         except SmokeError as error:
             failed = True
             outcome = f"FAILED  {error}"
-            # The last of several starts.
             log = max(run.work_dir.glob(f"{name}*.log"), key=lambda log: log.stat().st_mtime)
             console.print(replace(run, name=log.stem).script_run().last_lines())
         console.print(f"{name:8} {time.monotonic() - start:4.0f} s  {outcome}")

@@ -1,4 +1,4 @@
-"""What the benchmarks share. Its platform verl chooses once, when it is first imported, which is after this."""
+"""Modules that benchmarks share. verl selects its platform on import, which must come after this."""
 
 import os
 

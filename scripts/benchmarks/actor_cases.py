@@ -25,53 +25,40 @@ PHASES = ("old_log_prob", "ref", "update_actor", "distill", "sft")
 
 @dataclass(frozen=True)
 class CaseSamples:
-    """The samples of all ranks as a trainer has them.
-
-    Attributes:
-        samples: B of them.
-        group, session, place: (B,) prompt of each, its session (numbers of different prompts differ), and its place
-            in the session.
-    """
+    """The B samples of all ranks."""
 
     samples: list[Sample]
-    group: IntArray
-    session: IntArray
-    place: IntArray
+    group: IntArray  # (B,) prompt
+    session: IntArray  # (B,) session, distinct between prompts
+    place: IntArray  # (B,) index in the session
 
 
 Member: TypeAlias = tuple[Sample, int, int]
-"""A sample of a group, its session and its place in it, sessions counted from 0."""
+"""A sample, its session within the group and its index in the session."""
 
 
 class _Groups:
-    """Prompts of each rank: a case has ``largest_group``, most samples of a prompt, and ``members`` of a group.
-
-    Written ``NAME:`` and the fields.
-    """
+    """Base of cases, written ``NAME:`` and the fields; they define ``largest_group`` and ``members`` of a group."""
 
     NAME: ClassVar[str]
     images: PromptImages | None = None
 
     @classmethod
     def parse(cls, text: str) -> Any:
-        """Read what ``str`` writes.
-
-        Raises:
-            argparse.ArgumentTypeError: there are other fields, or one is no positive number.
-        """
+        """Parse the output of ``str``; ArgumentTypeError for other fields or numbers below 1."""
         names = [field.name for field in fields(cls)]
         pattern = ",".join("([0-9]+-[0-9]+|[0-9]+(?:/[0-9]+)*)" if name == "n" else "([0-9]+)" for name in names)
-        found = re.fullmatch(f"{cls.NAME}:{pattern}", text)
-        if not found or not all(map(int, re.findall("[0-9]+", text))):
+        match = re.fullmatch(f"{cls.NAME}:{pattern}", text)
+        if not match or not all(map(int, re.findall("[0-9]+", text))):
             raise argparse.ArgumentTypeError(f"{text}: write {cls.NAME}:{','.join(names)} in positive numbers")
-        values = zip(names, found.groups(), strict=True)
+        values = zip(names, match.groups(), strict=True)
         return cls(**{name: value if name == "n" else int(value) for name, value in values})
 
     def __str__(self) -> str:
         return f"{self.NAME}:{','.join(map(str, astuple(self)))}"  # type: ignore[call-overload]
 
     def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        """All ranks' samples; as many as the ranks can share, the last are dropped."""
+        """Return all ranks' samples, without the remainder that ranks cannot share equally."""
         rng = np.random.default_rng(0)
         rows = [
             (sample, group, group * self.largest_group + session, place)
@@ -87,31 +74,28 @@ def largest(n: str) -> int:
 
 
 def draw(n: str, group: int, rng: np.random.Generator) -> int:
-    """Responses or sessions of a prompt: ``8``, ``4-16`` for a uniform draw, ``2/16`` for these in turn."""
+    """Return the responses or sessions of a prompt: ``8``, ``4-16`` for a uniform draw, ``2/16`` alternating."""
     if "-" in n:
         low, high = map(int, n.split("-"))
         return int(rng.integers(low, high + 1))
-    in_turn = n.split("/")
-    return int(in_turn[group % len(in_turn)])
+    numbers = n.split("/")
+    return int(numbers[group % len(numbers)])
 
 
-def alone(samples: Iterable[Sample]) -> list[Member]:
-    """Each a session of its own."""
+def single_sessions(samples: Iterable[Sample]) -> list[Member]:
+    """Return members with one session for each sample."""
     return [(sample, session, 0) for session, sample in enumerate(samples)]
 
 
 @dataclass(frozen=True)
 class Case(_Groups):
-    """Prompt tokens, response tokens, responses per prompt, prompts per rank, and images in each prompt.
+    """GRPO groups, with images in the prompt or without."""
 
-    Responses may be ``ln:MEAN`` for log-normal lengths; ``draw`` reads the responses per prompt.
-    """
-
-    prompt: int
-    response: str
-    n: str
-    groups: int
-    images: PromptImages | None = None
+    prompt: int  # tokens
+    response: str  # tokens, or ``ln:MEAN`` for log-normal lengths
+    n: str  # responses per prompt, see ``draw``
+    groups: int  # prompts per rank
+    images: PromptImages | None = None  # in each prompt
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -129,7 +113,9 @@ class Case(_Groups):
 
     def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
         n = draw(self.n, group, rng)
-        return alone(random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)]))
+        return single_sessions(
+            random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
+        )
 
     def _response_length(self, rng: np.random.Generator) -> int:
         if self.response.startswith("ln:"):
@@ -140,23 +126,16 @@ class Case(_Groups):
 
 @dataclass(frozen=True)
 class AgentCase(_Groups):
-    """Sessions with one sample per turn: its prompt is the conversation so far, its response the reply of the turn.
-
-    Attributes:
-        prompt, reply, tool: tokens of the task, of each reply and of what the tool says to it.
-        turns: samples of a session.
-        n: sessions of a prompt, as ``draw`` reads them.
-        groups: prompts of a rank.
-    """
+    """Sessions with a sample per turn, whose prompt is the conversation so far and whose response is the reply."""
 
     NAME = "agent"
 
-    prompt: int
-    reply: int
-    tool: int
-    turns: int
-    n: str
-    groups: int
+    prompt: int  # tokens of the task
+    reply: int  # tokens
+    tool: int  # tokens of the tool's result after each reply
+    turns: int  # samples of a session
+    n: str  # sessions of a prompt, see ``draw``
+    groups: int  # prompts per rank
 
     @property
     def largest_group(self) -> int:
@@ -175,22 +154,15 @@ class AgentCase(_Groups):
 
 @dataclass(frozen=True)
 class TreeCase(_Groups):
-    """A search tree with a sample for every leaf: its response is the path, whose first steps it shares with others.
-
-    Attributes:
-        prompt, step: tokens of the root and of every step behind it.
-        branching: steps that are tried behind each.
-        depth: steps of a path.
-        groups: trees of a rank.
-    """
+    """A search tree with a sample for every leaf, whose response is the path from the root."""
 
     NAME = "tree"
 
-    prompt: int
-    step: int
-    branching: int
-    depth: int
-    groups: int
+    prompt: int  # tokens of the root
+    step: int  # tokens of every other node
+    branching: int  # children of a node
+    depth: int  # steps of a path
+    groups: int  # trees per rank
 
     @property
     def largest_group(self) -> int:
@@ -205,7 +177,7 @@ class TreeCase(_Groups):
                 for path in paths
                 for _ in range(self.branching)
             ]
-        return alone(Sample(root, path) for path in paths)
+        return single_sessions(Sample(root, path) for path in paths)
 
 
 NAMED_CASES = {case.NAME: case for case in (AgentCase, TreeCase)}
@@ -213,23 +185,18 @@ AnyCase: TypeAlias = Case | AgentCase | TreeCase
 
 
 def parse_case(text: str) -> AnyCase:
-    """``P,R,n,groups``, or a named case such as ``agent:...``.
-
-    Raises:
-        argparse.ArgumentTypeError: there is no case of that name, or its fields are others.
-    """
-    name, named, _ = text.partition(":")
-    # Lengths of responses have a colon too: 4096,ln:1024,4,1.
-    if not named or "," in name:
+    """Parse ``P,R,n,groups`` or a named case such as ``agent:...``."""
+    name, colon, _ = text.partition(":")
+    if not colon or "," in name:  # 4096,ln:1024,4,1 has a colon too
         return Case.parse(text)
     if name not in NAMED_CASES:
-        raise argparse.ArgumentTypeError(f"{text}: cases with a name are {', '.join(NAMED_CASES)}")
-    found: AnyCase = NAMED_CASES[name].parse(text)
-    return found
+        raise argparse.ArgumentTypeError(f"{text}: named cases are {', '.join(NAMED_CASES)}")
+    case: AnyCase = NAMED_CASES[name].parse(text)
+    return case
 
 
 def samples_of_ranks(rows: CaseSamples, stock: bool, flops: ModelFlops, world_size: int) -> list[list[int]]:
-    """What the trainer would give each rank: verl's balance for the stock paths, ours for the others."""
+    """Return the samples of each rank by the trainer's balance: verl's for stock paths, else ours."""
     if world_size == 1:
         return [list(range(len(rows.samples)))]
     prompts = np.array([len(sample.prompt) for sample in rows.samples])
@@ -243,9 +210,9 @@ def samples_of_ranks(rows: CaseSamples, stock: bool, flops: ModelFlops, world_si
 
 
 def batch_of_phase(batch: TensorDict, phase: str, top_k: int, vocab_size: int) -> TensorDict:
-    """What verl's trainers hand an engine in this phase, from what they hand it in ``update_actor``.
+    """Return the engine's batch of a phase, given that of ``update_actor``.
 
-    A random teacher of ``distill`` tells ``top_k`` tokens that differ, and log-probs that leave 18% to all others.
+    In ``distill`` a random teacher gives ``top_k`` distinct tokens a position, with a total probability of 82%.
     """
     offsets = batch["input_ids"].offsets()
     if phase == "distill":
@@ -260,15 +227,14 @@ def batch_of_phase(batch: TensorDict, phase: str, top_k: int, vocab_size: int) -
         prompts, lengths = batch["prompts"].offsets().diff().tolist(), offsets.diff().tolist()
         masks = [torch.arange(length) >= prompt for prompt, length in zip(prompts, lengths, strict=True)]
         loss_mask = torch.nested.nested_tensor_from_jagged(torch.cat(masks).long(), offsets)
-        of_answers = ("old_log_probs", "ref_log_prob", "advantages", "response_mask", "prompts", "responses")
-        batch = batch.exclude(*of_answers)
+        batch = batch.exclude("old_log_probs", "ref_log_prob", "advantages", "response_mask", "prompts", "responses")
         batch["loss_mask"] = loss_mask
     return batch
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of each phase on each rank, every sequence alone and packed; tokens of all ranks."""
+    """FLOPs of each phase on each rank, unshared and packed; tokens of all ranks."""
 
     alone: dict[str, list[float]]
     packed: dict[str, list[float]]
@@ -282,10 +248,10 @@ class Work:
         flops: ModelFlops,
         encoders: Sequence[tuple[float, float]] | None = None,
     ) -> Work:
-        """A training step with gradient checkpointing runs all but the head four times, the head three.
+        """Count a training step as four passes of the body (gradient checkpointing) and three of the head.
 
         Args:
-            encoders: forward FLOPs of the vision encoder on each rank, for every sequence alone and packed.
+            encoders: forward FLOPs of the vision encoder on each rank, unshared and packed.
         """
 
         def passes(phase: str, body: float, head: float) -> float:

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
-# It keeps the errors of back ends that are not installed, and with their tracebacks whatever is being built when it is
-# first imported: the first engine of a run would hold its weights to the end, beside those of the next.
+# Imported before engines are built: it stores import errors, whose tracebacks would keep an engine's weights alive.
 import verl.checkpoint_engine  # noqa: F401
 from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -27,11 +28,10 @@ from verl_pg_plugin.skeleton import auto_class
 
 @dataclass(frozen=True)
 class EnginePath:
-    """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:activations=inputs``.
+    """One of verl's four modes; ours take options of the section ``prefix_grouper``: ``packed:activations=inputs``.
 
-    ``packed/fsdp`` runs it under that strategy in place of fsdp2. ``@12288`` at the end is the path's own budget of a
-    micro-batch. ``rmpad:offload,fused,compiled`` is stock verl with its activation offload, its fused kernels, its
-    decoder layers compiled, or several of these.
+    ``packed/fsdp`` uses that strategy instead of fsdp2. ``@12288`` at the end is the path's token budget.
+    ``rmpad:offload,fused,compiled`` is stock verl with activation offload, fused kernels or compiled layers.
     """
 
     mode: str
@@ -51,7 +51,7 @@ class EnginePath:
         unknown = path.stock and options and not set(options.split(",")) <= set(cls.FLAGS)
         if mode not in cls.MODES or path.strategy not in ("fsdp", "fsdp2") or unknown:
             raise argparse.ArgumentTypeError(
-                f"{text}: choose {', '.join(cls.MODES)}, with /fsdp or without; ours take :KEY=VALUE,..., stock "
+                f"{text}: choose {', '.join(cls.MODES)}, optionally with /fsdp; ours take :KEY=VALUE,..., stock "
                 f"verl's :{',:'.join(cls.FLAGS)}"
             )
         return path
@@ -80,7 +80,7 @@ class EnginePath:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every script that builds the engines of a model: ``args`` of the functions below."""
+    """Add the options that the functions below read from ``args``."""
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
     default_paths = [EnginePath("rmpad"), EnginePath("packed")]
@@ -92,8 +92,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of that rank on all linear layers")
 
 
+def join_process_group() -> None:
+    """Join torchrun's process group, or make one of this process."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    initialize_global_process_group_ray()
+
+
 def shared_model(args: argparse.Namespace, folder: str) -> str:
-    """Folder with random weights, written once by rank 0."""
+    """Let rank 0 write random weights; return their folder."""
     names = [folder]
     dist.broadcast_object_list(names, src=0)
     if dist.get_rank() == 0:
@@ -127,7 +136,7 @@ class _CompiledStock(FSDPEngineWithLMHead):
 
 
 def keep_last_plan(engine: Any) -> None:
-    """Let an engine of ours store each plan as ``last_plan``."""
+    """Make one of our engines store each plan as ``last_plan``."""
     plan = engine.plan
 
     def store(*args: Any) -> Any:
@@ -138,7 +147,7 @@ def keep_last_plan(engine: Any) -> None:
 
 
 def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) -> Any:
-    """verl's own class for the stock paths, ours for the others; same options."""
+    """Build verl's own engine for stock paths, ours for others, with the same options."""
     on_gpu = get_device_name() == "cuda"
     stock = _CompiledStock if path.has("compiled") else FSDPEngineWithLMHead
     engine_cls = stock if path.stock else EngineRegistry.get_engine_cls("language_model", path.strategy)

@@ -12,7 +12,7 @@ from verl.utils import tensordict_utils as tu
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence; ``mask`` is the loss mask of the response (tool tokens are 0), all ones where it is None."""
+    """One sequence; ``mask`` is the loss mask of the response (0 at tool tokens), by default all ones."""
 
     prompt: Sequence[int]
     response: Sequence[int]
@@ -22,15 +22,15 @@ class Sample:
 def random_group(
     rng: np.random.Generator, vocab_size: int, prompt_length: int, response_lengths: Sequence[int]
 ) -> list[Sample]:
-    """A GRPO group: one prompt, one random response of each length."""
+    """Return a GRPO group: one prompt, one random response of each length."""
     prompt = rng.integers(vocab_size, size=prompt_length).tolist()
     return [Sample(prompt, rng.integers(vocab_size, size=length).tolist()) for length in response_lengths]
 
 
 def make_batch(samples: Sequence[Sample], seed: int = 0, **settings: Any) -> TensorDict:
-    """The samples as verl's V1 trainer hands them to an engine, with random old log-probs and an advantage for each.
+    """Return an engine's batch as from verl's V1 trainer, with random old log-probs and advantages.
 
-    ``settings`` are non-tensor fields such as ``max_token_len_per_gpu``, over defaults for one big micro-batch.
+    ``settings`` are non-tensor fields such as ``max_token_len_per_gpu``; by default all is one micro-batch.
     """
     rng = np.random.default_rng(seed)
     masks = [sample.mask if sample.mask is not None else [1] * len(sample.response) for sample in samples]

@@ -1,4 +1,4 @@
-"""What every benchmark here records beside its figures, and how it writes them."""
+"""Environment columns and CSV output of all benchmarks."""
 
 import csv
 import os
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "triton", "verl", "transformers", "flash-attn", "flash-attn
 
 
 def environment() -> dict[str, str]:
-    """Device, driver, versions of packages and commit (``BENCH_COMMIT`` where there is no git checkout)."""
+    """Return device, driver, package versions and commit (``BENCH_COMMIT`` if there is no git checkout)."""
     cuda = torch.cuda.is_available()
     smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
@@ -27,10 +27,8 @@ def environment() -> dict[str, str]:
 
 
 def pinned_copies() -> str:
-    """GB/s of 16 copies of 1 GiB between the GPU and pinned memory, which bound activation levels on the host."""
-    host, device = (
-        torch.empty(1 << 30, dtype=torch.uint8, **way) for way in ({"pin_memory": True}, {"device": "cuda"})
-    )
+    """Return GB/s of copies between the GPU and pinned memory, which bound activation levels on the host."""
+    host, device = (torch.empty(1 << 30, dtype=torch.uint8, **to) for to in ({"pin_memory": True}, {"device": "cuda"}))
     rates = []
     for to, source in ((host, device), (device, host)):
         to.copy_(source, non_blocking=True)
@@ -53,7 +51,7 @@ def _commit() -> str:
 
 
 def write_csv(rows: list[Any], path: Path) -> None:
-    """One line for each of ``rows``, dataclass instances of one type; replaces the file."""
+    """Write ``rows``, dataclass instances of one type; replace the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])

@@ -1,8 +1,4 @@
-"""The packing operations as plain loops, one row or one sample at a time.
-
-This is the specification: the tests compare against it and `scripts/bench_packing.py` measures against it. Its cost
-per sample (a pad, a Python list and a concatenation for each column) is that of a usual packing loop, on purpose.
-"""
+"""The packing operations as plain loops, one row or one sample at a time: the specification that tests compare with."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,23 +8,13 @@ import torch
 
 
 def segment_sum_by_row(values: torch.Tensor, segment_ids: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """One unsorted segment sum a row, written into a preallocated (bs, num_segments) result.
-
-    Args:
-        values: (bs, seq), any dtype torch can scatter-add.
-        segment_ids: (bs, seq) int64 in `[0, num_segments)`.
-        num_segments: segments of each row.
-    """
-    bs = values.shape[0]
-    output = values.new_zeros(bs, num_segments)
-    for row in range(bs):
-        row_sum = values.new_zeros(num_segments)
-        output[row] = row_sum.scatter_add_(0, segment_ids[row], values[row])
-    return output
+    """Sum each row of (bs, seq) values by its (bs, seq) int64 ids; return (bs, num_segments)."""
+    rows = zip(segment_ids, values, strict=True)
+    return torch.stack([values.new_zeros(num_segments).scatter_add_(0, ids, row) for ids, row in rows])
 
 
 def group_by_loop(samples: Sequence[Mapping[str, Any]], pack_num: int, seq_length: int) -> list[list[Any]]:
-    """Greedy packs, one sample at a time; the arguments of `create_pack_group`."""
+    """Pack greedily, one sample at a time; arguments as in `create_pack_group`."""
     packs: list[list[Any]] = []
     current: list[Any] = []
     occupied = 0
@@ -48,54 +34,40 @@ def group_by_loop(samples: Sequence[Mapping[str, Any]], pack_num: int, seq_lengt
 def pack_by_sample(
     pack_list: Sequence[Mapping[str, Any]], pack_num: int, *, seq_length: int, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """One packed row, built sample by sample from lists of pieces; the arguments of `pack_grouped_data`."""
-    num_dummies = pack_num - len(pack_list)
-    end_of_samples = seq_length - num_dummies
-    ids, masks, advantages, slots = [], [], [], []
+    """Build one packed row token by token; arguments as in `pack_grouped_data`."""
+    tokens: list[tuple[int, int, float, int]] = []  # id, response mask, advantage and slot
     ends: list[int] = []
     valid: list[int] = []
-    occupied = 0
     for slot, sample in enumerate(pack_list):
-        first, last = sample["prompt_start_idx"], sample["response_end_index"]
-        length = last - first + 2
-        id_piece = np.pad(sample["prompt_completion_ids"][first : last + 1], (0, 1), constant_values=pad_token_id)
-        mask_piece = np.pad(sample["response_mask"][first : last + 1], (0, 1), constant_values=0)
-        advantage_piece = np.array([sample["advantage"]] * length)
-        slot_piece = np.array([slot] * length)
+        span = slice(sample["prompt_start_idx"], sample["response_end_index"] + 1)
+        ids, mask, advantage = sample["prompt_completion_ids"][span], sample["response_mask"][span], sample["advantage"]
+        tokens += [(token, is_response, advantage, slot) for token, is_response in zip(ids, mask, strict=True)]
+        tokens.append((pad_token_id, 0, advantage, slot))
         if slot == len(pack_list) - 1:
-            padding = (0, end_of_samples - occupied - length)
-            id_piece = np.pad(id_piece, padding, constant_values=pad_token_id)
-            mask_piece = np.pad(mask_piece, padding, constant_values=0)
-            advantage_piece = np.pad(advantage_piece, padding, constant_values=0)
-            slot_piece = np.pad(slot_piece, padding, constant_values=slot)
-        occupied += len(id_piece)
-        ids.append(id_piece)
-        masks.append(mask_piece)
-        advantages.append(advantage_piece)
-        slots.append(slot_piece)
-        ends.append(occupied)
-        valid.append(np.sum(mask_piece))
-    for dummy in range(num_dummies):
-        ids.append(np.array([pad_token_id]))
-        masks.append(np.array([0]))
-        advantages.append(np.array([0]))
-        slots.append(np.array([len(pack_list) + dummy]))
-        ends.append(ends[-1] + 1)
+            num_padding = seq_length - (pack_num - len(pack_list)) - len(tokens)
+            tokens += [(pad_token_id, 0, 0.0, slot)] * num_padding
+        ends.append(len(tokens))
+        valid.append(sum(mask))
+    for dummy in range(len(pack_list), pack_num):
+        tokens.append((pad_token_id, 0, 0.0, dummy))
+        ends.append(len(tokens))
         valid.append(1)
-    return {
-        "prompt_completion_ids": np.concatenate(ids),
-        "responses_mask": np.concatenate(masks),
-        "advantages": np.concatenate(advantages),
-        "actual_sequence_length": np.array(ends),
-        "sample_index": np.concatenate(slots),
-        "sample_valid_length": np.array(valid),
+    ids, masks, advantages, slots = zip(*tokens, strict=True)
+    row = {
+        "prompt_completion_ids": ids,
+        "responses_mask": masks,
+        "advantages": advantages,
+        "actual_sequence_length": ends,
+        "sample_index": slots,
+        "sample_valid_length": valid,
     }
+    return {name: np.array(column) for name, column in row.items()}
 
 
 def samples_by_row(
     prompt_completion_ids: np.ndarray, prompts_mask: np.ndarray, responses_mask: np.ndarray, advantages: np.ndarray
 ) -> list[dict[str, Any]]:
-    """The samples of a (bs, seq) batch that have a prompt and a response, found one row at a time."""
+    """Return the samples of a (bs, seq) batch that have a prompt and a response."""
     samples = []
     for row, advantage in enumerate(advantages.reshape(-1)):
         prompt = np.nonzero(prompts_mask[row])[0]
@@ -125,7 +97,7 @@ def pack_batch_by_row(
     seq_length: int,
     pad_token_id: int,
 ) -> list[dict[str, np.ndarray]]:
-    """A packed batch, row by row and sample by sample; the arguments of `pack_grpo_data`."""
+    """Pack a batch; arguments as in `pack_grpo_data`."""
     samples = samples_by_row(prompt_completion_ids, prompts_mask, responses_mask, advantages)
     return [
         pack_by_sample(pack, pack_num, seq_length=seq_length, pad_token_id=pad_token_id)

@@ -1,4 +1,4 @@
-"""Sizes of the models that benchmarks build, as fields of transformers' configs."""
+"""Model sizes for benchmarks, as fields of transformers' configs."""
 
 from typing import Any
 
@@ -76,13 +76,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         deepstack_visual_indexes=[8, 16, 24],
     ),
     "qwen3.5-9b": _text(248320, 4096, 12288, 32, 16, 4, 256, **HYBRID),
-    # As many FLOPs in heads of 128, for builds of flash-attn that stop there.
+    # The same FLOPs in heads of 128, for builds of flash-attn with that limit.
     "qwen3.5-9b-heads-128": _text(248320, 4096, 12288, 32, 32, 8, 128, **HYBRID),
 }
 
 
 def config_of(name: str, **overrides: Any) -> PretrainedConfig:
-    """The config of a shape; ``overrides`` are those of its text model."""
+    """Return the config of a shape; ``overrides`` apply to its text model."""
     shape = {"model_type": "qwen3", **SHAPES[name]}
     if "text_config" in shape:
         return AutoConfig.for_model(**{**shape, "text_config": {**shape["text_config"], **overrides}})
@@ -90,10 +90,10 @@ def config_of(name: str, **overrides: Any) -> PretrainedConfig:
 
 
 def remember(model: nn.Module) -> nn.Module:
-    """Let recurrent layers of ``model`` decay as trained ones do.
+    """Initialize the decay of recurrent layers like a trained model's.
 
-    transformers draws them so fast that the state is gone within a token: the exponent of a chunk of 64 tokens reaches
-    -1300, and fla's backward returns NaN, for stock verl as for us.
+    transformers' initial decay erases the state within a token: the exponent of a chunk of 64 tokens reaches -1300, and
+    fla's backward returns NaN, in stock verl too.
     """
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):

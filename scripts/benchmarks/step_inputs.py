@@ -1,7 +1,6 @@
-"""What a step benchmark trains on: a checkpoint of a real shape with random weights, and prompts of one length.
+"""Inputs of the step benchmark: a checkpoint of a real shape with random weights, and prompts of one length.
 
-The tokenizer has a word for every token id: whatever a random model draws can be decoded, and a prompt has exactly as
-many tokens as asked.
+The tokenizer has a word for every token id, so any sampled id decodes and prompts have exact lengths.
 """
 
 import random
@@ -19,12 +18,12 @@ from verl_pg_plugin.demo import END, PAD, START, UNKNOWN, with_chat_marks
 
 MAX_POSITION_EMBEDDINGS = 1 << 17
 DATA_SOURCE = "random_words"
-# What the chat template writes besides the content. A newline is a token: verl's agent loop finds turns by it.
+# Words of the chat template. A newline is a token: verl's agent loop splits turns at it.
 FIXED_WORDS = (PAD, UNKNOWN, START, END, "\n", "system", "user", "assistant")
 
 
 def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """``vocab_size`` words: the chat template's, then ``w8``, ``w9``, ...; words are divided by single spaces."""
+    """Return a tokenizer of ``vocab_size`` space-separated words: the chat template's, then ``w8``, ``w9``, ..."""
     words = [*FIXED_WORDS, *(f"w{index}" for index in range(len(FIXED_WORDS), vocab_size))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -34,13 +33,7 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype, layers: int | None = None) -> Path:
-    """Write random weights of ``SHAPES[shape]``, or of its first layers, and the word tokenizer; return ``output_dir``.
-
-    Weights are drawn on the GPU where there is one: 4 billion take seconds there and minutes on a CPU.
-
-    Raises:
-        FileExistsError: ``output_dir`` is not empty.
-    """
+    """Write random weights of ``SHAPES[shape]`` (or its first layers) and the word tokenizer; return the folder."""
     with whole_directory(output_dir) as scratch:
         tokenizer = word_tokenizer(SHAPES[shape]["vocab_size"])
         config = config_of(
@@ -52,7 +45,7 @@ def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype, layers: in
             **({"num_hidden_layers": layers} if layers else {}),
         )
         torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # on a CPU, 4B weights take minutes
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
@@ -60,11 +53,7 @@ def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype, layers: in
 
 
 def chat_of_length(tokenizer: PreTrainedTokenizerBase, length: int, rng: random.Random) -> list[dict[str, str]]:
-    """A chat of random words that is exactly ``length`` tokens with the generation prompt.
-
-    Raises:
-        ValueError: the chat template alone needs more, or the tokenizer does not count words.
-    """
+    """Return a chat of random words that has exactly ``length`` tokens with the generation prompt."""
 
     def chat(words: list[str]) -> list[dict[str, str]]:
         return [{"role": "user", "content": " ".join(words)}]
@@ -75,7 +64,7 @@ def chat_of_length(tokenizer: PreTrainedTokenizerBase, length: int, rng: random.
 
     template = tokens(chat([]))
     if length <= template:
-        raise ValueError(f"a prompt of {length} tokens has no room beside the chat template's {template}")
+        raise ValueError(f"a prompt of {length} tokens is too short: the chat template takes {template}")
     ids = rng.choices(range(len(FIXED_WORDS), len(tokenizer)), k=length - template)
     messages = chat([f"w{index}" for index in ids])
     if tokens(messages) != length:
@@ -84,7 +73,7 @@ def chat_of_length(tokenizer: PreTrainedTokenizerBase, length: int, rng: random.
 
 
 def make_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int, num_prompts: int) -> Path:
-    """Write ``num_prompts`` different prompts of ``length`` tokens as a parquet file and return its path."""
+    """Write ``num_prompts`` distinct prompts of ``length`` tokens as a parquet file; return its path."""
     rng = random.Random(0)
     rows: list[dict[str, Any]] = [
         {

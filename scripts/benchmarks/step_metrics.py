@@ -1,4 +1,4 @@
-"""From the metrics files of training runs to the rows and the table of ``bench_step.py``."""
+"""Rows and table of ``bench_step.py``, from the metrics files of training runs."""
 
 from dataclasses import dataclass, replace
 from statistics import median
@@ -18,13 +18,11 @@ ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
 
 @dataclass(frozen=True)
 class StepRow:
-    """One phase of one run: seconds over the steps after the first, which warms up.
+    """One phase of one run: seconds of the steps after the first, which warms up.
 
-    ``speedup`` is the median of ``rmpad`` over this one, of the same case. ``peak_gib`` is the largest allocation of
-    the training worker since it started; the rollout engine is another process and not counted.
-    ``tokens_per_s_per_gpu`` counts prompt and response tokens over a whole step; ``mfu`` is verl's figure for the
-    update, which counts a shared prompt once for each response. What a mode does not log is empty. ``outcome`` is
-    ``ok``, or why the run ended early.
+    ``speedup`` is over ``rmpad`` of the same case. ``peak_gib`` is the training worker's peak, without the rollout
+    engine's process. ``tokens_per_s_per_gpu`` counts prompt and response tokens of a whole step. ``mfu`` is verl's for
+    the update, which counts a shared prompt once for each response. ``outcome`` is ``ok``, or why the run ended early.
     """
 
     model: str
@@ -58,12 +56,9 @@ class StepRow:
 
 
 def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[StepRow]:
-    """One row a phase that the run timed; ``about`` holds the fields that describe the run.
+    """Return a row for each timed phase, without ratios; none if there is no step after the first.
 
-    Ratios are left open until :func:`with_ratios` knows the other runs.
-
-    Returns:
-        Nothing when there is no step after the first.
+    ``about`` has the fields that describe the run.
     """
     measured = steps[1:]
     if not measured:
@@ -95,7 +90,7 @@ def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[St
 
 
 def with_ratios(rows: list[StepRow]) -> list[StepRow]:
-    """The same rows with ``speedup`` and ``memory_ratio`` over the rmpad run of their model and case."""
+    """Return the rows with ``speedup`` and ``memory_ratio`` over the rmpad run of their model and case."""
     baseline = {(row.model, row.case, row.phase): row for row in rows if row.mode == "rmpad"}
     result = []
     for row in rows:
@@ -111,7 +106,7 @@ def with_ratios(rows: list[StepRow]) -> list[StepRow]:
 
 
 def table_of(rows: list[StepRow]) -> Table:
-    """A line for each phase of each run, the figures of a whole run beside its ``step``."""
+    """Return a table with a line for each phase; figures of a whole run are in its line ``step``."""
     table = Table("case", "mode", "phase", "median s", "min..max", "speed-up", "GiB", "tokens/s", "dedup")
     for row in rows:
         whole = row.phase == "step"

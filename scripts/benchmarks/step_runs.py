@@ -1,4 +1,4 @@
-"""A training run through a script of ``examples/``: its command, its process tree and its time limit."""
+"""Training runs of scripts in ``examples/``: command, process tree and time limit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 POLL_S = 0.5
-# Ray and vLLM stop their children when they are asked to; what is left after this long is killed.
-TERMINATION_S = 15
+TERMINATION_S = 15  # Ray and vLLM need time to stop their children
 LOG_LINES_SHOWN = 30
 
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """What a process tree is started from; ``metrics`` (verl's file logger) and ``log`` are written while it runs."""
+    """Command and output files of a run; ``metrics`` is from verl's file logger."""
 
     command: list[str]
     environment: dict[str, str]
@@ -32,7 +31,7 @@ class ScriptRun:
     def of_example(
         cls, script: str, overrides: list[str], environment: dict[str, str], folder: Path, name: str
     ) -> ScriptRun:
-        """A script of ``examples/`` with overrides of verl and variables; saves nothing unless asked."""
+        """Return the run of a script in ``examples/``, by default without checkpoints and validation."""
         metrics = folder / f"{name}.jsonl"
         command = ["bash", str(REPOSITORY / "examples" / script), *overrides]
         unsaved = {"SAVE_FREQ": "-1", "TEST_FREQ": "-1", "RESUME_MODE": "disable"}
@@ -44,7 +43,7 @@ class ScriptRun:
 
 
 def start(run: ScriptRun, log: IO[str]) -> subprocess.Popen[bytes]:
-    """The run's script in a session of its own, which a signal ends as a whole; all it says goes to ``log``."""
+    """Start the run in a new session, which one signal can end; its output goes to ``log``."""
     return subprocess.Popen(
         run.command,
         cwd=REPOSITORY,
@@ -57,11 +56,7 @@ def start(run: ScriptRun, log: IO[str]) -> subprocess.Popen[bytes]:
 
 
 def run_to_end(run: ScriptRun, timeout_s: float) -> str:
-    """Train, for at most ``timeout_s`` seconds, and leave no process of the run behind.
-
-    Returns:
-        ``ok`` or what ended the run.
-    """
+    """Train for at most ``timeout_s`` seconds and end all processes; return ``ok`` or why the run ended."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     tree: dict[int, psutil.Process] = {}
@@ -82,12 +77,12 @@ def run_to_end(run: ScriptRun, timeout_s: float) -> str:
 
 
 def _end(root: list[psutil.Process], tree: list[psutil.Process]) -> None:
-    """Terminate, then kill, what is left of a run.
+    """Terminate, then kill, the remaining processes of a run.
 
-    Ray's daemons and vLLM's engine leave the process group, so each process is ended by its own handle, which also
-    knows when its number has since gone to another process.
+    Ray's daemons and vLLM's engine leave the process group, so each is ended by its psutil handle, which is safe if the
+    pid was reused.
     """
-    # A run that ended well stops its own children; give them the time.
+    # A run that ended well stops its own children.
     _, left = psutil.wait_procs(tree if not root else [], timeout=TERMINATION_S)
     for process in [*root, *tree] if root else left:
         with suppress(psutil.NoSuchProcess):

@@ -12,15 +12,9 @@ TRY_WEIGHT = 0.7
 def compute_score_of_tries(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **_: Any
 ) -> float:
-    """Score a session that may try again, by its last answer: every further try takes 30% off.
+    """Score a session by its last answer; every retry takes 30% off, so that wrong answers are not rewarded fully.
 
-    Without that a session that is right at last would reward its wrong answers like right ones.
-
-    Args:
-        data_source: unused, part of verl's interface.
-        solution_str: the last answer.
-        ground_truth: the answer, decimal digits.
-        extra_info: of verl's reward manager; ``num_turns`` counts questions and answers.
+    ``extra_info`` is from verl's reward manager; its ``num_turns`` counts questions and answers.
     """
     tries = int(extra_info["num_turns"]) // 2
     return TRY_WEIGHT ** (tries - 1) * compute_score(data_source, solution_str, ground_truth)

@@ -1,4 +1,4 @@
-"""The tool of the multi-turn example, for verl's ``actor_rollout_ref.rollout.multi_turn.function_tool_path``."""
+"""Tool of the multi-turn example, for verl's ``actor_rollout_ref.rollout.multi_turn.function_tool_path``."""
 
 from verl.tools.function_tool import function_tool
 

@@ -1,17 +1,15 @@
-"""What trainings of the tiny checkpoint share, on a GPU with vLLM or on the CPU default: sizes and a short start-up."""
+"""Settings of trainings of the tiny checkpoint, on a GPU with vLLM or on a CPU."""
 
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-# flash-attn and vLLM take both on every GPU; 32 is compiled for fewer.
-HEAD_DIM = {"cpu": 32, "gpu": 64}
-# On a CPU, stock verl attends over a dense mask of all packed tokens: a small budget is the fast one.
-MAX_TOKEN_LEN = {"cpu": 1024, "gpu": 8192}
+HEAD_DIM = {"cpu": 32, "gpu": 64}  # flash-attn and vLLM do not support 32 on every GPU
+MAX_TOKEN_LEN = {"cpu": 1024, "gpu": 8192}  # on a CPU, stock verl's attention mask is dense over a micro-batch
 
 
 def tiny_environment(device: str, work_dir: Path, model_path: Path, data_dir: Path) -> dict[str, str]:
-    """What the scripts in ``examples/`` read; ``device`` is "gpu" or "cpu"."""
+    """Return environment variables of the scripts in ``examples/``; ``device`` is "gpu" or "cpu"."""
     return {
         "DEVICE": device,
         "PYTHON": sys.executable,
@@ -31,7 +29,7 @@ def tiny_environment(device: str, work_dir: Path, model_path: Path, data_dir: Pa
 
 
 def tiny_overrides(device: str) -> list[str]:
-    """What the CPU default sets by itself and a GPU run of this size needs: the reward, and few processes."""
+    """Return the overrides of a small GPU run; on a CPU, the plugin sets them itself."""
     if device == "cpu":
         return []
     return [
@@ -41,7 +39,7 @@ def tiny_overrides(device: str) -> list[str]:
         "actor_rollout_ref.rollout.enforce_eager=True",
         "++ray_kwargs.ray_init.include_dashboard=False",
         "++ray_kwargs.ray_init.address=local",
-        # verl looks for finished responses every two seconds, longer than a step of this model.
+        # verl polls for responses every two seconds, longer than a step of this model.
         "trainer.v1.sampler.custom_sampler.path=pkg://verl_pg_plugin.rollout.replay_buffer",
         "trainer.v1.sampler.custom_sampler.name=prompt_replay_buffer",
     ]

@@ -1,8 +1,8 @@
-"""The agent loop of the agent example: asks again until a sum is right, and returns one sample per turn.
+"""Agent loop of the agent example, which retries a sum until it is right and returns one sample per turn.
 
-For verl's ``actor_rollout_ref.rollout.agent.agent_loop_config_path``. A checker, the tool, says after each wrong answer
-on which side it lies; that and the answer become part of the context, so each sample begins with all of the one before.
-verl gives every sample of a session the reward, and under GRPO the advantage, of the session's last one.
+For verl's ``actor_rollout_ref.rollout.agent.agent_loop_config_path``. After a wrong answer a checker replies whether it
+is too small or too large. Each sample's prompt is the conversation so far. verl gives every sample of a session the
+last one's reward and, under GRPO, its advantage.
 """
 
 import os
@@ -15,25 +15,17 @@ MAX_TURNS = int(os.environ.get("MAX_TURNS", "4"))
 
 
 def checked(reply: str, answer: str) -> str:
-    """What the checker says of a wrong reply; no digits, since a tiny model would learn to repeat them."""
+    """Return the checker's reply to a wrong answer, without digits, which a tiny model would learn to repeat."""
     if not reply.isdigit():
         return "No digits."
     return "Too small." if int(reply) < int(answer) else "Too large."
 
 
 class TurnwiseAgentLoop(AgentLoopBase):
-    """One session: up to ``MAX_TURNS`` questions, each with the whole conversation as its prompt."""
+    """A session of up to ``MAX_TURNS`` turns."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
-        """Play the session.
-
-        Args:
-            sampling_params: of the run; one seed serves all turns.
-            kwargs: fields of the data set's row, ``raw_prompt`` and ``reward_model`` among them.
-
-        Returns:
-            A sample per turn, whose prompt is the conversation so far.
-        """
+        """Return a sample per turn; ``kwargs`` are the data set's fields, among them ``raw_prompt``."""
         messages, answer = list(kwargs["raw_prompt"]), kwargs["reward_model"]["ground_truth"]
         prompt_ids = await self.ct_build_initial_tokens(messages)
         samples: list[AgentLoopOutput] = []

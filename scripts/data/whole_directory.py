@@ -1,4 +1,4 @@
-"""Write a directory whole or not at all, also when two runs write it at once."""
+"""Write a directory atomically, even if two runs write it at once."""
 
 import os
 from collections.abc import Iterator
@@ -9,11 +9,7 @@ from tempfile import TemporaryDirectory
 
 @contextmanager
 def whole_directory(output_dir: Path) -> Iterator[Path]:
-    """Give a scratch directory that becomes ``output_dir`` when the block ends without an exception.
-
-    Raises:
-        FileExistsError: ``output_dir`` exists and is not empty, before anything is written.
-    """
+    """Yield a scratch directory, renamed to ``output_dir`` at the end; FileExistsError if that is not empty."""
     if output_dir.is_dir() and any(output_dir.iterdir()):
         raise FileExistsError(f"{output_dir} is not empty; remove it or name another folder")
     output_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -24,6 +20,6 @@ def whole_directory(output_dir: Path) -> Iterator[Path]:
         try:
             os.replace(scratch, output_dir)
         except OSError:
-            # Another process finished the same directory in the meantime; its content is as good as ours.
+            # Another process may have written the same directory; its content is equal.
             if not (output_dir.is_dir() and any(output_dir.iterdir())):
                 raise

@@ -1,7 +1,4 @@
-"""Images that explain how the package works: packed tokens, prefix trees, the chunks of a split group.
-
-Lengths are made up, small enough to be read; none is a measurement.
-"""
+"""Images of concepts: packed tokens, prefix trees, chunks of a split group. Lengths are examples."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,11 +12,11 @@ from verl_pg_plugin.layout import build_packed_layout
 
 RESPONSE_COLORS = ("#4c78a8", "#54a24b", "#b279a2")
 Pieces = Sequence[tuple[str, int]]
-"""A sequence as the names of its pieces and how many tokens each has."""
+"""A sequence as names and token counts."""
 
 
 def packed_tokens() -> plt.Figure:
-    """Three responses to a prompt as stock verl computes them and as packed tokens, and which tokens read which."""
+    """Draw three responses to a prompt in stock verl and as packed tokens, and the attention mask."""
     prompt, lengths = 5, (3, 2, 4)
     figure, (tokens, mask) = plt.subplots(
         2, 1, figsize=(WIDTH, 9), layout="constrained", gridspec_kw={"height_ratios": [1, 1.6]}
@@ -48,7 +45,7 @@ def boxes(axes: plt.Axes, x: float, y: float, labels: list[str], colors: list[st
 
 
 def draw_mask(axes: plt.Axes, prompt: int, lengths: tuple[int, ...], names: list[str]) -> None:
-    """From the layout itself, so that the image is what the engine does."""
+    """Draw the attention mask of a packed layout."""
     sequences = [[*range(prompt), *(10 * (r + 1) + k for k in range(length))] for r, length in enumerate(lengths)]
     offsets = np.append(0, np.cumsum([len(sequence) for sequence in sequences]))
     layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(len(lengths), prompt))
@@ -70,7 +67,7 @@ def draw_mask(axes: plt.Axes, prompt: int, lengths: tuple[int, ...], names: list
 
 
 def prefix_trees() -> plt.Figure:
-    """What sequences share, as a tree each: a group, prompts that begin alike, an agent's sessions turn by turn."""
+    """Draw prefix trees of a group, of prompts with a common beginning and of an agent's sessions."""
     p, q = [("system", 6), ("p", 3)], [("system", 6), ("q", 4)]
     a, b = [("prompt", 8), ("a 1", 3), ("a 2", 3), ("a 3", 3)], [("prompt", 8), ("b 1", 3), ("b 2", 3)]
     cases = {
@@ -93,12 +90,12 @@ def prefix_trees() -> plt.Figure:
 
 
 def beginnings(sequences: Sequence[Pieces]) -> dict[tuple[tuple[str, int], ...], int]:
-    """Nodes of the tree, each by the pieces from the root to it, and how many sequences go through it."""
+    """Return the number of sequences through each node, keyed by its path from the root."""
     return Counter(tuple(pieces[: at + 1]) for pieces in sequences for at in range(len(pieces)))
 
 
 def draw_tree(axes: plt.Axes, y: float, sequences: Sequence[Pieces]) -> float:
-    """A node is a box behind its parent's, in its parent's line if it is the first child. The y below the last line."""
+    """Draw nodes to the right of their parents, first children in the same line; return y below the last line."""
     gap, lines, ends = 0.6, 1, {}
     for node, readers in beginnings(sequences).items():
         name, length = node[-1]
@@ -119,7 +116,7 @@ def draw_tree(axes: plt.Axes, y: float, sequences: Sequence[Pieces]) -> float:
 
 
 def split_group() -> plt.Figure:
-    """The chunks of a group in a forward, which hands on keys and values, and in an update, which hands back sums."""
+    """Draw a group's chunks in a forward, which passes keys and values on, and in an update, which passes sums back."""
     chunks = {"chunk 1": ("1", "2"), "chunk 2": ("3", "4", "5"), "chunk 3": ("6", "7", "8")}
     figure, (axes,) = new_axes(7)
     y = 0.0

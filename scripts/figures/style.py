@@ -1,14 +1,11 @@
-"""What the images share: width, letters and colours.
-
-They are 7 inches wide with letters of 12 points, so that a phone shows them, and on white for both colour schemes.
-"""
+"""Style of all images: 7 inches wide with 12-point letters, readable on a phone, on white for both colour schemes."""
 
 import matplotlib.pyplot as plt
 
 WIDTH = 7.0
 STOCK, OURS, HOST = "#8c8c8c", "#f58518", "#fbd3a8"
 
-plt.switch_backend("Agg")  # images go to files, also where there is a display
+plt.switch_backend("Agg")  # images go to files
 plt.rcParams.update({"font.size": 12, "figure.facecolor": "white"})
 
 

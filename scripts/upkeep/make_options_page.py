@@ -1,8 +1,8 @@
-"""Write docs/options.md and the options in the Hydra file from their dataclass: defaults, values, what they do.
+"""Write docs/options.md and the options of the Hydra file from their dataclass.
 
     python scripts/upkeep/make_options_page.py [--check]
 
-With ``--check`` nothing is written; exit code 1 if one of the two is stale.
+With ``--check`` nothing is written, and the exit code is 1 if a file is stale.
 """
 
 import argparse
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "options.md"
 HYDRA = REPOSITORY / "verl_pg_plugin" / "config" / "hydra" / "prefix_grouper" / "options.yaml"
 VALUES = {None: "null", "off": '"off"'}
-"""How YAML writes a default: a bare off is False."""
+"""Defaults in YAML, where a bare off is False."""
 HEAD = """\
 # Options
 
@@ -32,18 +32,18 @@ refused before Ray starts. Made from `config/options.py` by `scripts/upkeep/make
 
 
 def descriptions() -> dict[str, str]:
-    """What the docstring says of each option, on one line."""
+    """Return each option's description in the docstring, on one line."""
     text = (PrefixGrouperOptions.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
     entries = re.split(r"\n        (?=\w+: )", text.rstrip())[1:]
     pairs = (entry.partition(": ") for entry in entries)
-    said = {name: " ".join(rest.split()) for name, _, rest in pairs}
-    if missing := [option.name for option in fields(PrefixGrouperOptions) if option.name not in said]:
+    texts = {name: " ".join(rest.split()) for name, _, rest in pairs}
+    if missing := [option.name for option in fields(PrefixGrouperOptions) if option.name not in texts]:
         sys.exit(f"{', '.join(missing)}: not described. Fix: add it to Args in the docstring of PrefixGrouperOptions")
-    return said
+    return texts
 
 
 def taken_by(name: str) -> str:
-    """The values that an option takes, as the error for a wrong one names them."""
+    """Return the values that an option takes, from the error for a wrong one."""
     issue = next(option_issues({name: object()}), None)
     if issue is None:
         sys.exit(f"{name}: every value is taken. Fix: refuse wrong ones in _WORDS or _fault of config/options.py")
@@ -52,21 +52,20 @@ def taken_by(name: str) -> str:
 
 
 def page() -> str:
-    """The whole page."""
-    said = descriptions()
-    rows = []
+    """Return docs/options.md."""
+    texts, rows = descriptions(), []
     for option in fields(PrefixGrouperOptions):
-        text = said[option.name].replace("``", "`")
+        text = texts[option.name].replace("``", "`")
         default = "null" if option.default is None else option.default
         rows.append(f"| `{option.name}` | `{default}` | {taken_by(option.name)} | {text} |\n")
     return HEAD + "".join(rows)
 
 
 def hydra_file(text: str) -> str:
-    """The Hydra file with what the dataclass says of each option above it."""
-    said, lines = descriptions(), []
+    """Return the Hydra file with each option's description above it."""
+    texts, lines = descriptions(), []
     for option in fields(PrefixGrouperOptions):
-        about = f"{said[option.name].replace('``', '')} Values: {taken_by(option.name)}."
+        about = f"{texts[option.name].replace('``', '')} Values: {taken_by(option.name)}."
         lines += ["", *textwrap.wrap(about, 120, initial_indent="  # ", subsequent_indent="  # ")]
         lines.append(f"  {option.name}: {VALUES.get(option.default, option.default)}")
     return text.partition("PrefixGrouperOptions\n")[0] + "PrefixGrouperOptions\n" + "\n".join(lines) + "\n"

@@ -1,12 +1,11 @@
-"""Say whether a tag fits the version and the changelog, and make the README's links work on PyPI.
+"""Check a tag against the version and the changelog, and make the README's links absolute for PyPI.
 
     python scripts/upkeep/prepare_release.py v1.2.3 --check
     python scripts/upkeep/prepare_release.py v1.2.3 --repository https://github.com/OWNER/NAME
     python scripts/upkeep/prepare_release.py v1.2.3 --notes        # the version's section of the changelog
 
-The second rewrites README.md and pyproject.toml in place: PyPI shows them without the repository around them, so links
-to files and images get the address of the tagged commit, and the metadata that of the repository. Needs nothing but
-Python.
+The second rewrites README.md and pyproject.toml in place: links to files and images get the address of the tagged
+commit, and the metadata gets that of the repository. It needs only Python.
 """
 
 import argparse
@@ -15,53 +14,51 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# On PyPI the plugin comes from there, and not from a clone.
-ON_PYPI = {"'./verl_pg_plugin[": "'verl-pg-plugin[", "# a clone's folder, beside": "# beside"}
+# Replaces installation from a clone by installation from PyPI.
+ON_PYPI = {"'./verl_pg_plugin[": "'verl-pg-plugin[", "# from a clone; with": "# with"}
 LINK = re.compile(r"(!\[[^\[\]]*)?\]\((?![a-z]+:|#)([^)]+)\)")
 
 
 def version_of(package: Path) -> str:
-    """``__version__`` of a package, read without importing it.
-
-    Raises:
-        ValueError: it has none.
-    """
-    found = re.search(r'^__version__ = "([^"]+)"$', (package / "__init__.py").read_text(), re.MULTILINE)
-    if not found:
+    """Return ``__version__`` of a package without importing it; ValueError if it has none."""
+    match = re.search(r'^__version__ = "([^"]+)"$', (package / "__init__.py").read_text(), re.MULTILINE)
+    if not match:
         raise ValueError(f"{package}/__init__.py has no __version__")
-    return found[1]
+    return match[1]
 
 
 def issues(tag: str, version: str, changelog: str) -> list[str]:
-    """What speaks against releasing this version under this tag."""
-    found = []
+    """Return why this version cannot be released under this tag."""
+    messages = []
     if tag != f"v{version}":
-        found.append(f"the tag is {tag} and __version__ is {version}")
+        messages.append(f"the tag is {tag} and __version__ is {version}")
     if not re.search(rf"^## {re.escape(version)} \(\d{{4}}-\d{{2}}-\d{{2}}\)$", changelog, re.MULTILINE):
-        found.append(f"CHANGELOG.md has no section '## {version} (YYYY-MM-DD)'")
-    return found
+        messages.append(f"CHANGELOG.md has no section '## {version} (YYYY-MM-DD)'")
+    return messages
 
 
 def section(version: str, changelog: str) -> str:
-    """What the changelog says of a version, without its heading."""
+    """Return the changelog's section of a version, without its heading."""
     return re.split(rf"^## {re.escape(version)} .*$", changelog, flags=re.MULTILINE)[1].partition("\n## ")[0].strip()
 
 
 def absolute_links(text: str, repository: str, tag: str) -> str:
-    """Markdown whose relative links lead to the tagged files of a repository; images to their raw content."""
+    """Return Markdown whose relative links lead to the tagged files of a repository, images to raw content."""
 
     def replaced(link: re.Match[str]) -> str:
         image, target = link.groups()
-        kind = "" if target.startswith("../../") else f"{'raw' if image else 'blob'}/{tag}/"  # as GitHub reads it
+        kind = (
+            "" if target.startswith("../../") else f"{'raw' if image else 'blob'}/{tag}/"
+        )  # GitHub resolves ../../ to the repository
         return f"{image or ''}]({repository}/{kind}{target.removeprefix('../../')})"
 
     return LINK.sub(replaced, text)
 
 
 def with_addresses(pyproject: str, repository: str) -> str:
-    """The project's metadata with the addresses of its source, issues and changes first among its URLs."""
-    found = {"Source": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
-    urls = "".join(f'{name} = "{repository}{path}"\n' for name, path in found.items())
+    """Return the project's metadata with URLs of its source, issues and changelog."""
+    paths = {"Source": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
+    urls = "".join(f'{name} = "{repository}{path}"\n' for name, path in paths.items())
     return pyproject.replace("[project.urls]\n", f"[project.urls]\n{urls}", 1)
 
 
@@ -70,24 +67,24 @@ def main() -> int:
     parser.add_argument("tag")
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", action="store_true", help="change nothing")
-    action.add_argument("--notes", action="store_true", help="write what the changelog says of the version")
-    action.add_argument("--repository", help="address of the repository, without a slash at the end")
+    action.add_argument("--notes", action="store_true", help="write the changelog's section of the version")
+    action.add_argument("--repository", help="address of the repository, without a trailing slash")
     args = parser.parse_args()
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    found = issues(args.tag, version_of(ROOT / "verl_pg_plugin"), changelog)
-    for issue in found:
-        sys.stderr.write(f"error: {issue}\n")
-    if not found and args.notes:
+    messages = issues(args.tag, version_of(ROOT / "verl_pg_plugin"), changelog)
+    for message in messages:
+        sys.stderr.write(f"error: {message}\n")
+    if not messages and args.notes:
         sys.stdout.write(f"{section(args.tag[1:], changelog)}\n")
-    if not found and args.repository:
+    if not messages and args.repository:
         readme = ROOT / "README.md"
         text = readme.read_text()
-        for of_a_clone, of_pypi in ON_PYPI.items():
-            text = text.replace(of_a_clone, of_pypi)
+        for clone, pypi in ON_PYPI.items():
+            text = text.replace(clone, pypi)
         readme.write_text(absolute_links(text, args.repository, args.tag))
         pyproject = ROOT / "pyproject.toml"
         pyproject.write_text(with_addresses(pyproject.read_text(), args.repository))
-    return int(bool(found))
+    return int(bool(messages))
 
 
 if __name__ == "__main__":

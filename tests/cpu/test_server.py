@@ -192,9 +192,9 @@ def test_prompt_logprobs_are_those_of_the_model_in_verls_order(checkpoint: Path,
 
 def test_what_would_be_ignored_or_mean_something_else_is_refused(checkpoint: Path) -> None:
     server = make_server(checkpoint)
-    with pytest.raises(ValueError, match="no way to show qwen3 an image"):
+    with pytest.raises(ValueError, match="does not support images for qwen3"):
         asyncio.run(server.generate(PROMPT, {}, "r", image_data=[object()], video_data=None))
-    with pytest.raises(ValueError, match=r"shows images alone.*video_data"):
+    with pytest.raises(ValueError, match=r"takes images only.*video_data"):
         asyncio.run(server.generate(PROMPT, {}, "r", video_data=[object()]))
     with pytest.raises(ValueError, match="logprobs_mode=processed_logprobs"):
         make_server(checkpoint, logprobs_mode="raw_logprobs")

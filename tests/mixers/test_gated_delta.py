@@ -113,7 +113,7 @@ def test_without_the_state_handed_down_verify_mode_stops_the_run(hybrids: dict) 
         return state.new_zeros(total, *state.shape[1:])
 
     engine = make_engine(hybrids["qwen3_next"], engine={"verify": "first"})
-    with patch.object(delta_layer._HandDown, "apply", forget), pytest.raises(MismatchError, match="shared prefixes"):
+    with patch.object(delta_layer._RepeatState, "apply", forget), pytest.raises(MismatchError, match="shared prefixes"):
         infer(engine, make_batch(SAMPLES))
 
 
@@ -139,5 +139,5 @@ def test_a_layer_that_is_given_no_tokens_or_convolves_by_other_means_is_an_error
     for layer in layers:
         if hasattr(layer, CONVOLUTION):
             setattr(layer, CONVOLUTION, None)  # transformers then calls the module's own convolution
-    with pytest.raises(RuntimeError, match="by other means"):
+    with pytest.raises(RuntimeError, match="did not call causal_conv1d_fn"):
         infer(engine, make_batch(SAMPLES))

@@ -109,7 +109,7 @@ def test_states_handed_to_many_children_are_summed_in_order() -> None:
     grad = on_gpu(204, 2, 64, 64, seed=1, dtype=torch.float32)
 
     def gradient() -> torch.Tensor:
-        return torch.autograd.grad(delta_layer._HandDown.apply(state, counts, 204), state, grad)[0]
+        return torch.autograd.grad(delta_layer._RepeatState.apply(state, counts, 204), state, grad)[0]
 
     first = gradient()
     assert torch.equal(first, gradient())

@@ -62,7 +62,7 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         lambda batch: batch.pop("multi_modal_inputs"),
         r"sequence 0 has 24 placeholders 90.*0 images need 0",
     ),
-    "a_sampled_placeholder": (with_tokens({-2: IMAGE}), r"sequence 5 has 25 placeholders 90.*sampled the placeholder"),
+    "a_sampled_placeholder": (with_tokens({-2: IMAGE}), r"sequence 5 has 25 placeholders 90.*response sampled it"),
     "a_sampled_placeholder_of_another_kind": (
         with_tokens({-2: VIDEO}),
         r"sequence 5 has 1 placeholders 91, its 0 videos",
@@ -70,11 +70,11 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
     "an_image_in_two_pieces": (with_tokens({10: 5, 28: IMAGE}), "each in one piece"),
     "fewer_pixels_than_the_grid": (
         with_inputs(1, lambda given: {**given, "pixel_values": given["pixel_values"][:-4]}),
-        r"sequence 1: pixel_values has 92 patches, image_grid_thw ask for 96",
+        r"sequence 1: pixel_values has 92 patches, image_grid_thw needs 96",
     ),
     "pixels_without_a_grid": (
         with_inputs(0, lambda given: {"pixel_values": given["pixel_values"]}),
-        "sequence 0: pixel_values has 96 patches, image_grid_thw ask for 0",
+        "sequence 0: pixel_values has 96 patches, image_grid_thw needs 0",
     ),
     "an_output_that_the_model_does_not_take": (
         with_inputs(3, lambda given: {**given, "image_bound": torch.zeros(1)}),

@@ -137,7 +137,7 @@ def test_an_adapter_on_encoder_and_layers_is_exact(path: str, tmp_path: Path) ->
 
 @WITH_OPTIONS
 def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
-    same = patch.object(images, "_content", lambda *args: 0)
+    same = patch.object(images, "_content_id", lambda *args: 0)
     with same, pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):
         infer(make_engine(path, engine={"verify": "first"}), image_batch(path, TWO_GROUPS))
 

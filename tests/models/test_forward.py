@@ -301,7 +301,7 @@ PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]] * 2)}, "holes"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]] * 2)}, "gaps"),
         ({"attention_mask": torch.zeros(2, 6)}, "masks every token"),
         ({"attention_mask": torch.ones(2, 7)}, r"attention_mask \(2, 7\) and input_ids \(2, 6\) differ"),
         ({"attention_mask": ONES, "position_ids": torch.arange(5).expand(2, 5)}, r"position_ids \(2, 5\)"),
@@ -311,10 +311,10 @@ PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
         (GROUPED, "needs position_ids"),
         (GROUPED | {"attention_mask": torch.ones(2, 4)}, "group sizes do not match the batch"),
         (GROUPED | {"attention_mask": 1 - torch.eye(2, 5).int()}, "group sizes do not match the batch"),
-        ({"prefix_grouper": LAYOUT}, rf"lays out {LAYOUT.num_tokens} tokens, but input_ids is \(2, 6\)"),
+        ({"prefix_grouper": LAYOUT}, rf"has {LAYOUT.num_tokens} tokens, but input_ids is \(2, 6\)"),
         ({"input_ids": ROWS, "position_ids": ROWS[:, 1:], "prefix_grouper": LAYOUT}, "but position_ids is"),
-        ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "says which tokens exist"),
-        ({"input_ids": ROWS, "prefix_grouper": PREPARED}, "prepared tokens need position_ids"),
+        ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "defines which tokens exist"),
+        ({"input_ids": ROWS, "prefix_grouper": PREPARED}, "ForwardContext needs position_ids"),
         ({"input_ids": ROWS, "prefix_grouper": LAYOUT, "use_cache": True}, "use_cache=True with a prefix_grouper"),
         ({"input_ids": ROWS, "prefix_grouper": LAYOUT, "cache": object()}, "use_cache=True with a prefix_grouper"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 32), "prefix_grouper": LAYOUT}, "needs input_ids"),
@@ -381,7 +381,7 @@ def run_rank(rank: int, exact: list[str]) -> None:
             model = load(path).train()
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             assert_same(average(packed(model)), reference(path))
-        with pytest.raises(ValueError, match="cannot be spread over a Ulysses group"):
+        with pytest.raises(ValueError, match="do not support Ulysses"):
             grouped(load(exact[0]))
     finally:
         ulysses.set_ulysses_sequence_parallel_group(None)

@@ -1,4 +1,4 @@
-"""The embedded default for machines without a GPU: verl's platform ``cpu`` and the rollout ``hf``."""
+"""Training without a GPU: verl's platform ``cpu`` and the rollout ``hf``."""
 
 from functools import partial
 from pkgutil import resolve_name
@@ -7,7 +7,7 @@ from verl_pg_plugin.cpu.device import selected
 
 
 def register() -> None:
-    """Where the platform ``cpu`` is selected, enter the rollout ``hf`` beside it, whose module loads on first use."""
+    """Register the rollout ``hf`` if the platform ``cpu`` is selected; its module loads on first use."""
     if not selected():
         return
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def _register_processor() -> None:
-    """Let ``AutoProcessor`` find ours for checkpoints of Qwen3-VL that name no processor class."""
+    """Make ``AutoProcessor`` use our class for Qwen3-VL checkpoints that name no processor class."""
     import transformers
 
     from verl_pg_plugin.cpu.images import Qwen3VLProcessor
@@ -32,5 +32,5 @@ def _register_processor() -> None:
     transformers.AutoProcessor.register(transformers.Qwen3VLConfig, Qwen3VLProcessor, exist_ok=True)
 
 
-# A process that imports a module of this package first finds verl's plugin loader in the middle of it.
+# On import: a process may import this package before verl's plugin loader runs.
 register()

@@ -1,8 +1,7 @@
-"""The host's processor as a device of verl's: its platform ``cpu``, and what stands in for ``torch.cuda`` there.
+"""verl's platform ``cpu``, and the module that replaces ``torch.cuda`` on it.
 
-``VERL_PLATFORM=cpu`` chooses it and nothing else does. ``torch.cpu`` lacks the memory and random-number calls that verl
-makes on ``get_torch_device()``, which is this module. Memory is in bytes of the host; allocations are 0, since it has
-no caching allocator to ask.
+Only ``VERL_PLATFORM=cpu`` selects it. verl's ``get_torch_device()`` returns this module, since ``torch.cpu`` lacks
+memory and random-number calls. Memory is in bytes of the host. Allocations are 0: there is no caching allocator.
 """
 
 import os
@@ -25,12 +24,12 @@ def selected() -> bool:
 
 
 def current_device() -> str:
-    """The device itself, not an index: ``tensor.to(0)`` would mean the first GPU."""
+    """Return a device name, not an index: ``tensor.to(0)`` would mean the first GPU."""
     return "cpu"
 
 
 def get_device_name(device: Any = None) -> str:
-    """In verl's table of FLOPS it matches no GPU."""
+    """Return the processor's name, which verl's table of peak FLOPS does not contain."""
     return platform.processor() or platform.machine()
 
 
@@ -43,7 +42,7 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def empty_cache(*args: Any, **kwargs: Any) -> None:
-    """Nothing to do: no cache, no choice of device, no share of memory for each process."""
+    """Do nothing: there is no cache, one device and no memory limit for each process."""
 
 
 manual_seed_all = manual_seed
@@ -51,20 +50,16 @@ memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
 set_device = ipc_collect = reset_peak_memory_stats = set_per_process_memory_fraction = empty_cache
 
 
-# Registered on import, not in a function: some of verl's modules ask for the platform while they are imported.
+# On import, not in a function: some verl modules read the platform while they are imported.
 @PlatformRegistry.register(platform="cpu")
 class CPUPlatform(PlatformBase):
-    """verl's ``PlatformBase`` on the host processor, with gloo for collectives and no profiler.
-
-    Ray schedules the workers on its ``GPU`` resource, which is a bare counter when Ray is started with ``num_gpus=N``;
-    so N worker processes share the machine's cores and verl's resource checks pass unchanged.
-    """
+    """verl's ``PlatformBase`` on the host processor. Ray started with ``num_gpus=N`` runs N workers on its cores."""
 
     device_name = vendor_name = "cpu"
     device_module: ModuleType = sys.modules[__name__]
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """True only on request: auto-detection must keep finding GPUs on machines that have them."""
+        """Return whether it is selected: auto-detection must still choose a GPU."""
         return selected()
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
@@ -77,7 +72,7 @@ class CPUPlatform(PlatformBase):
         return False
 
     def _no_effect(self, *args: Any) -> None:
-        """One device, no cache, no streams, no allocator settings, no profiler."""
+        """Do nothing: one device, no cache, streams, allocator settings or profiler."""
 
     is_available, current_device, device_count = map(staticmethod, (is_available, current_device, device_count))
     manual_seed = manual_seed_all = staticmethod(manual_seed)
@@ -85,6 +80,5 @@ class CPUPlatform(PlatformBase):
     empty_cache = set_device = synchronize = set_allocator_settings = profiler_start = profiler_stop = cudart = (
         _no_effect
     )
-    # Ray counts the workers as if they had GPUs.
     visible_devices_envvar, ray_resource_name = PlatformCUDA.visible_devices_envvar, PlatformCUDA.ray_resource_name
     ray_noset_envvars = PlatformCUDA.ray_noset_envvars

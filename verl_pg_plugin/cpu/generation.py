@@ -1,7 +1,7 @@
 """Sampling from a transformers causal language model on the CPU: one padded batch, decoded with a KV cache.
 
-Legend: U unique prompts, B requests still decoded, P longest prompt, K cached tokens, V vocabulary. The order of
-operations on logits and the meaning of every sampling parameter are vLLM's, which verl's agent loops speak.
+Shapes: U unique prompts, B requests, P longest prompt, K cached tokens, V vocabulary. Sampling parameters have vLLM's
+meaning, and logits are processed in vLLM's order, as verl's agent loops expect.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 
 
 def derived_seed(*parts: Any) -> int:
-    """A seed in [0, 2**63) that changes with every part, and is the same in every process, which ``hash`` is not."""
+    """Return a seed in [0, 2**63) of all parts, equal in every process (``hash`` is not)."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn."""
+    """Sampling parameters of one response."""
 
     max_tokens: int
     seed: int
@@ -33,7 +33,7 @@ class SamplingParams:
     top_p: float = 1.0  # no filter at 1
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
-    prompt_logprobs: int | None = None  # 0, as verl asks a teacher: those of the prompt's own tokens
+    prompt_logprobs: int | None = None  # 0, which verl sends to teachers: log-probs of the prompt's tokens
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1 or self.prompt_logprobs:
@@ -44,8 +44,8 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, sent: Mapping[str, Any]) -> "SamplingParams":
-        """Read what an agent loop sends, with a seed and a number of tokens; ValueError for what means nothing here."""
-        # Log-probs come back in any case, and text in none.
+        """Read an agent loop's parameters, ``seed`` and ``max_tokens`` included; ValueError for unknown ones."""
+        # Log-probs are always returned, text never.
         params = {name: value for name, value in sent.items() if name not in ("logprobs", "detokenize")}
         known = {name: params.pop(name) for name in cls.__dataclass_fields__ if name in params}
         if params and params != {"repetition_penalty": 1}:
@@ -55,7 +55,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw: prompt token ids (at least one), how to sample, and the images of the prompt."""
+    """One response to draw, of a prompt with at least one token."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -64,12 +64,10 @@ class Request:
 
 @dataclass
 class Completion:
-    """A response."""
-
     token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # nats, under the distribution that tokens were drawn from
-    aborted: bool = True  # until it has come to its end
-    of_prompt: dict[str, list[list[Any]]] = field(default_factory=dict)  # ``read_prompt``, if the request asks
+    log_probs: list[float] = field(default_factory=list)  # nats, of the distribution that tokens were drawn from
+    aborted: bool = True  # until the response has ended
+    of_prompt: dict[str, list[list[Any]]] = field(default_factory=dict)  # from ``read_prompt``, if requested
 
 
 @torch.inference_mode()
@@ -80,18 +78,18 @@ def generate(
     eos_token_ids: Collection[int],
     aborted: Callable[[], bool] = lambda: False,
 ) -> list[Completion]:
-    """Sample one response a request, in their order and in one batch; the model reads equal prompts once.
+    """Sample one response for each request, in one batch; equal prompts are prefilled once.
 
-    A response follows from its prompt and its seed; what else is in the batch changes its log-probs by rounding alone.
-    It ends after any of ``eos_token_ids``, unless its request ignores them. ``aborted`` is asked before every step:
-    once it is true, unfinished responses come back as they are.
+    A response depends on its prompt and seed only; other requests change its log-probs by rounding only.
+    It ends after any of ``eos_token_ids``, unless its request ignores them. ``aborted`` is called before every step:
+    once it returns True, unfinished responses are returned as they are.
     """
     completions = [Completion() for _ in requests]
     if aborted():
         return completions
     stops = [{*r.params.stop_token_ids, *(() if r.params.ignore_eos else eos_token_ids)} for r in requests]
     generators = [torch.Generator().manual_seed(request.params.seed) for request in requests]
-    never: list[int] = []  # tokens that stand for a part of an image that is not there
+    never: list[int] = []  # image placeholders, which a response cannot contain
     if mrope := model.config.model_type in IMAGE_MODEL_TYPES:
         never = [model.config.image_token_id, model.config.video_token_id]
     for request, completion in zip(requests, completions, strict=True):
@@ -113,40 +111,45 @@ def generate(
             return completions
         mask_BK = F.pad(mask_BK, (0, 1), value=1)
         position_B1 = position_B.unsqueeze(1)
-        places = {"attention_mask": mask_BK, "position_ids": position_B1.expand(3, -1, -1) if mrope else position_B1}
-        output = model(input_ids=token_B.unsqueeze(1), **places, past_key_values=cache, use_cache=True)
+        output = model(
+            input_ids=token_B.unsqueeze(1),
+            attention_mask=mask_BK,
+            position_ids=position_B1.expand(3, -1, -1) if mrope else position_B1,
+            past_key_values=cache,
+            use_cache=True,
+        )
         logits_BV, position_B = output.logits[:, -1], position_B + 1
 
 
 def read_prompt(model: PreTrainedModel, request: Request) -> dict[str, list[list[Any]]]:
-    """``prompt_ids`` and ``prompt_logprobs`` as verl's teachers return them: a list of one for each prompt token.
+    """Return ``prompt_ids`` and ``prompt_logprobs`` as verl's teachers do: a list of one for each prompt token.
 
-    Line t is about token t + 1, in nats of the model's own distribution. The last is zero, since nothing follows.
+    Entry t is of token t + 1, in nats at temperature 1. The last is zero, since no token follows.
     """
     log_probs_LV = _prefill(model, [request], logits_to_keep=0)[0][0, :-1].float().log_softmax(-1)
     ids_L1 = torch.tensor(request.prompt_ids[1:], dtype=torch.int64).unsqueeze(1)
-    found = {"prompt_ids": ids_L1, "prompt_logprobs": log_probs_LV.gather(1, ids_L1)}
-    return {name: F.pad(values_L1, (0, 0, 0, 1)).tolist() for name, values_L1 in found.items()}
+    outputs = {"prompt_ids": ids_L1, "prompt_logprobs": log_probs_LV.gather(1, ids_L1)}
+    return {name: F.pad(values_L1, (0, 0, 0, 1)).tolist() for name, values_L1 in outputs.items()}
 
 
 def _prefill(
     model: PreTrainedModel, requests: Sequence[Request], logits_to_keep: int = 1
 ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
-    """Run the unique prompts, padded on the left: logits (B, L, V), cache, mask (B, P) and next position (B,)."""
+    """Run the unique prompts, padded on the left; return logits (B, L, V), cache, mask (B, P), next position (B,)."""
     prompts = [(request.prompt_ids, request.images) for request in requests]
-    place = {prompt: at for at, prompt in enumerate(dict.fromkeys(prompts))}
-    length_U = torch.tensor([len(ids) for ids, _ in place])
+    index = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    length_U = torch.tensor([len(ids) for ids, _ in index])
     P = int(length_U.max())
-    # Any valid id fills the padding: the mask hides it.
-    input_ids_UP = torch.tensor([[0] * (P - len(ids)) + list(ids) for ids, _ in place])
+    # Padding may have any valid id: the mask hides it.
+    input_ids_UP = torch.tensor([[0] * (P - len(ids)) + list(ids) for ids, _ in index])
     mask_UP = (torch.arange(P) >= (P - length_U).unsqueeze(1)).long()
     position_ids, next_U = (mask_UP.cumsum(-1) - 1).clamp_min(0), length_U
     if model.config.model_type in IMAGE_MODEL_TYPES:
-        by_prompt = [rope_positions(model, ids, images) for ids, images in place]
+        by_prompt = [rope_positions(model, ids, images) for ids, images in index]
         position_ids = torch.stack([F.pad(x_3L, (P - x_3L.shape[1], 0)) for x_3L in by_prompt], dim=1)  # (3, U, P)
         next_U = position_ids.amax(dim=(0, 2)) + 1
     inputs = {}
-    if shown := [images for _, images in place if images is not None]:
+    if shown := [images for _, images in index if images is not None]:
         inputs["pixel_values"] = torch.cat([images.pixel_values for images in shown]).to(model.dtype)
         inputs["image_grid_thw"] = torch.cat([images.image_grid_thw for images in shown])
     cache = DynamicCache(config=model.config)
@@ -159,7 +162,7 @@ def _prefill(
         logits_to_keep=logits_to_keep,
         **inputs,
     )
-    unique_B = torch.tensor([place[prompt] for prompt in prompts])
+    unique_B = torch.tensor([index[prompt] for prompt in prompts])
     cache.reorder_cache(unique_B)
     return output.logits[unique_B], cache, mask_UP[unique_B], next_U[unique_B]
 
@@ -167,17 +170,17 @@ def _prefill(
 def sample(
     logits_BV: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token of each sequence: ``token_B`` int64, and its log-prob ``log_prob_B`` float32 (nats)."""
+    """Draw one token of each sequence; return ``token_B`` int64 and ``log_prob_B`` float32 (nats)."""
     temperature_B1 = torch.tensor([p.temperature for p in params]).unsqueeze(1)
     greedy_B1 = temperature_B1 == 0
     scaled_BV = logits_BV.float() / torch.where(greedy_B1, 1.0, temperature_B1)
-    for scores_1V, asked in zip(scaled_BV.split(1), params, strict=True):
-        if asked.top_k > 0:
-            scores_1V.copy_(TopKLogitsWarper(asked.top_k)(None, scores_1V))
-        if asked.top_p < 1:
-            scores_1V.copy_(TopPLogitsWarper(asked.top_p)(None, scores_1V))
+    for scores_1V, p in zip(scaled_BV.split(1), params, strict=True):
+        if p.top_k > 0:
+            scores_1V.copy_(TopKLogitsWarper(p.top_k)(None, scores_1V))
+        if p.top_p < 1:
+            scores_1V.copy_(TopPLogitsWarper(p.top_p)(None, scores_1V))
     log_probs_BV = scaled_BV.log_softmax(-1)
-    # Inverse transform: one uniform number a sequence, so that its draw does not depend on its neighbours.
+    # Inverse transform: one uniform number a sequence, so that its token does not depend on the batch.
     cumulative_BV = log_probs_BV.double().exp().cumsum(-1)
     uniform_B1 = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
     drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True)

@@ -1,6 +1,6 @@
-"""verl's data set with images taken as they are, for ``data.custom_cls``.
+"""verl's data set without image preprocessing, for ``data.custom_cls``.
 
-verl's own hands them to qwen-vl-utils, which resizes them and needs torchvision; generated ones have their size.
+verl's own resizes images with qwen-vl-utils, which needs torchvision. Generated images have the right size.
 """
 
 from typing import Any

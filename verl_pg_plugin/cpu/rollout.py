@@ -1,7 +1,7 @@
-"""Rollout ``hf``: a transformers model behind verl's calls on a rollout server, one for each training worker.
+"""Rollout ``hf``: a verl rollout server that samples from a transformers model, one for each training worker.
 
-Agent loops, load balancing, partial rollouts and weight synchronisation are verl's own. It exists so that training can
-run, and be tested, where no inference engine can.
+Agent loops, load balancing, partial rollouts and weight synchronisation are verl's. With it, training runs and is
+tested on machines without an inference engine.
 """
 
 import asyncio
@@ -31,25 +31,24 @@ from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 
 
 class HFServer:
-    """Samples token ids and log-probs; every public method is called by verl through Ray.
+    """Sample token ids and log-probs; verl calls every public method through Ray.
 
-    Concurrent requests are answered in one batch, and weights only move between batches. A request without a seed gets
-    one that follows from the run's seed, the training step, its prompt and how many requests of the step had that
-    prompt before it. So with one server two runs with one seed and equal weights draw the same responses to each
-    prompt, whatever else they answer at the time.
+    Concurrent requests form one batch, and weights change between batches only. A request without a seed gets a hash
+    of the run's seed, the training step, its prompt and the number of earlier requests for it in that step. So, with
+    one server, runs of equal seeds and weights draw equal responses to each prompt, whatever else is in the batch.
     """
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, replica_rank: int) -> None:
         if config.logprobs_mode != "processed_logprobs":
             raise ValueError(
-                f"rollout 'hf' gives log-probs of the distribution that it draws from, not {config.logprobs_mode}; set "
+                f"rollout 'hf' returns log-probs of the distribution that it samples, not {config.logprobs_mode}; set "
                 "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
             )
         self.config = config
         self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config)
         auto_class = get_hf_auto_model_class(self.model_config.hf_config)
         options = {
-            "attn_implementation": "sdpa",  # whatever the trainer's is: the server has its own layout and its own cache
+            "attn_implementation": "sdpa",  # independent of the trainer's: the server has a padded batch and a cache
             "dtype": PrecisionType.to_dtype(config.dtype),
             "trust_remote_code": self.model_config.trust_remote_code,
         }
@@ -65,11 +64,11 @@ class HFServer:
         self.max_model_len = config.max_model_len or self.model.config.get_text_config().max_position_embeddings
         self.global_steps: int | None = None
         self._seed = config.seed + replica_rank
-        self._asked: Counter[Any] = Counter()  # requests of this step by prompt
-        # verl sends each expert's matrices by themselves: slices of the model's own, which this copies none of.
+        self._num_requests: Counter[Any] = Counter()  # of this step, by prompt
+        # verl sends each expert's matrices separately; these are views of the model's.
         model_type = self.model.config.model_type
         self._weights = dict(unfuse_moe_params(self.model.state_dict().items(), model_type))
-        # With load_format=dummy the weights are noise until the trainer has sent its own.
+        # With load_format=dummy the weights are random until the trainer has sent all of them.
         sent = {name for name, _ in unfuse_moe_params(self.model.named_parameters(), model_type)}
         self._missing_weights = sent if config.load_format == "dummy" else set()
         self._pending: list[tuple[Request, asyncio.Future[Completion]]] = []
@@ -87,13 +86,13 @@ class HFServer:
         image_data: Sequence[Any] | None = None,
         **multi_modal: Any,
     ) -> TokenOutput:
-        """Draw one response: ``stop_reason`` is ``completed`` or ``aborted`` (then the tokens so far).
+        """Draw one response; ``stop_reason`` is ``completed`` or ``aborted`` (then the tokens so far).
 
-        If ``sampling_params`` ask for ``prompt_logprobs``, as verl asks a teacher, ``extra_fields`` has them and their
-        ``prompt_ids``. ``image_data`` are PIL images of the prompt, in the order of their placeholders.
+        With ``prompt_logprobs`` in ``sampling_params``, which verl sends to teachers, ``extra_fields`` has them and
+        their ``prompt_ids``. ``image_data`` are PIL images of the prompt, in placeholder order.
         """
         if given := sorted(name for name, value in multi_modal.items() if value):
-            raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
+            raise ValueError(f"rollout 'hf' takes images only, but the request has {', '.join(given)}")
         request = self._request(tuple(prompt_ids), sampling_params, request_id, image_data)
         while not self._gate.is_set():
             if self._rejects:
@@ -106,7 +105,7 @@ class HFServer:
         return self._token_output(await answer)
 
     async def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        """Copy a bucket of weights into the model, after the batch in flight."""
+        """Copy a bucket of weights into the model after the current batch."""
         if unexpected := sorted(named_tensors.keys() - self._weights.keys()):
             raise RuntimeError(
                 f"weights {unexpected} do not exist in {type(self.model).__name__}; with LoRA set "
@@ -123,10 +122,10 @@ class HFServer:
 
     async def set_global_steps(self, global_steps: int) -> None:
         self.global_steps = global_steps
-        self._asked.clear()
+        self._num_requests.clear()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Stop every response where it stands; later ones wait for ``resume_generation``, or end empty at once."""
+        """Stop all responses; later requests wait for ``resume_generation``, or return empty if rejected."""
         self._rejects = reject_request
         self._gate.clear()
         await self.sleep()
@@ -135,12 +134,12 @@ class HFServer:
         self._gate.set()
 
     async def sleep(self) -> None:
-        """Return once no request is pending. Weights stay: host memory is not what training runs out of."""
+        """Return once no request is pending. Weights stay in host memory."""
         if self._batching is not None:
             await self._batching
 
     async def wake_up(self, tags: list[str] | None = None, **kwargs: Any) -> None:
-        """Nothing to restore: weights stay, a KV cache lives as long as its batch, and there is no profiler."""
+        """Do nothing: weights stay, a KV cache lives as long as its batch, and there is no profiler."""
 
     clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = wake_up
 
@@ -150,35 +149,35 @@ class HFServer:
         room = self.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}; a prompt "
-                "needs at least one token, and actor_rollout_ref.rollout.max_model_len sets the context"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}; prompts "
+                "need a token, and actor_rollout_ref.rollout.max_model_len sets the context"
             )
         model_type = self.model.config.model_type
         if images and model_type not in IMAGE_MODEL_TYPES:
-            raise ValueError(f"rollout 'hf' has no way to show {model_type} an image")
-        shown = PromptImages.process(self.model_config.processor, images) if images else None
+            raise ValueError(f"rollout 'hf' does not support images for {model_type}")
+        prompt_images = PromptImages.process(self.model_config.processor, images) if images else None
         config = self.config
         sent = {"ignore_eos": config.ignore_eos, **sampling_params}
         default = min(config.response_length, config.prompt_length + config.response_length - len(prompt_ids))
         most = sent.pop("max_tokens", sent.pop("max_new_tokens", default))  # the latter is SGLang's name
         sent["max_tokens"] = max(1, min(most, room))
-        prompt = prompt_ids, shown and shown.digest
-        # A seed that an agent loop sends is the same for all turns: with it alone each would meet the same numbers.
-        # With full_determinism a sample's requests have one name in all runs, whichever comes first.
-        of_run = (self._seed, self.global_steps, prompt, name if config.full_determinism else self._asked[prompt])
-        sent["seed"] = derived_seed(*(of_run if sent.get("seed") is None else (sent["seed"], prompt)))
+        prompt = prompt_ids, prompt_images and prompt_images.digest
+        # An agent loop sends one seed for all turns; with the prompt, each turn has different random numbers.
+        # With full_determinism a request has the same name in all runs, whatever the order of requests.
+        parts = (self._seed, self.global_steps, prompt, name if config.full_determinism else self._num_requests[prompt])
+        sent["seed"] = derived_seed(*(parts if sent.get("seed") is None else (sent["seed"], prompt)))
         params = SamplingParams.from_dict(sent)
-        self._asked[prompt] += 1
-        return Request(prompt_ids, params, shown)
+        self._num_requests[prompt] += 1
+        return Request(prompt_ids, params, prompt_images)
 
     async def _answer_pending(self) -> None:
-        """Answer pending requests batch by batch until none is left."""
+        """Answer pending requests in batches until none is left."""
         size = self.config.max_num_seqs
         while self._pending:
             waiting = 0
             while waiting < len(self._pending) < size and self._gate.is_set():
                 waiting = len(self._pending)
-                await asyncio.sleep(0.05)  # for one more: agent loops send theirs a few ms apart
+                await asyncio.sleep(0.05)  # agent loops send requests a few ms apart
             batch, self._pending = self._pending[:size], self._pending[size:]
             try:
                 async with self._model_lock:
@@ -196,7 +195,7 @@ class HFServer:
                         aborted=lambda: not self._gate.is_set(),
                     )
             except Exception as error:
-                # Every caller gets the error; the server stays able to answer the next request.
+                # Every caller gets the error; the server can still answer the next request.
                 for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)
@@ -215,7 +214,7 @@ class HFServer:
 
 
 def server_name(replica_rank: int) -> str:
-    """Name of a server's Ray actor, by which workers find it."""
+    """Return the name of a server's Ray actor."""
     return f"hf_server_{replica_rank}"
 
 
@@ -226,9 +225,8 @@ class HFReplica(RolloutReplica):
         super().__init__(replica_rank, config, model_config, **kwargs)
         if self.world_size != 1:
             raise ValueError(
-                "rollout 'hf' runs a whole model in one process; set "
-                "actor_rollout_ref.rollout.tensor_model_parallel_size=1, data_parallel_size=1 and "
-                "pipeline_model_parallel_size=1"
+                "rollout 'hf' runs in one process; set actor_rollout_ref.rollout.tensor_model_parallel_size=1, "
+                "data_parallel_size=1 and pipeline_model_parallel_size=1"
             )
         if self.is_reward_model:
             raise ValueError("rollout 'hf' serves policies and teachers; use vllm or sglang for reward models")
@@ -243,12 +241,12 @@ class HFReplica(RolloutReplica):
         actor = ray.remote(HFServer).options(**options)
         server = actor.remote(config=self.config, model_config=self.model_config, replica_rank=self.replica_rank)
         await server.__ray_ready__.remote()
-        # The address is the load balancer's key. There is no HTTP endpoint behind it.
+        # The address is the load balancer's key; there is no HTTP endpoint.
         self.servers, self._server_handle, self._server_address = [server], server, name
 
 
 class ServerAdapter(BaseRollout):
-    """A training worker's side of its server, by default the one of its rank: sends weights, passes on sleep."""
+    """A training worker's client of a server, by default that of its rank."""
 
     def __init__(
         self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: Any, replica_rank: int = -1
@@ -258,14 +256,14 @@ class ServerAdapter(BaseRollout):
         self.is_leader_rank = True
 
     @property
-    def server(self) -> ActorHandle:  # looked up late: servers start after the workers
+    def server(self) -> ActorHandle:  # servers start after the workers
         return ray.get_actor(server_name(self.replica_rank))
 
     async def resume(self, tags: list[str]) -> None:
-        """Nothing: the server's weights stay where they are."""
+        """Do nothing: the server's weights stay in memory."""
 
     async def release(self) -> None:
-        """Let the server finish before training."""
+        """Wait for the server to finish its requests."""
         await self.server.sleep.remote()
 
     @torch.no_grad()
@@ -277,7 +275,7 @@ class ServerAdapter(BaseRollout):
         peft_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Send full weights to the server in buckets, which bound what lies in Ray's object store."""
+        """Send full weights to the server in buckets, which bound the use of Ray's object store."""
         if wire_format != "named_tensors":
             raise ValueError(
                 f"rollout 'hf' takes full weights, not {wire_format!r}; set "

@@ -1,6 +1,6 @@
-"""How layers let tokens see earlier ones, over packed tokens; a new way is its file and its line in ``MIXERS``.
+"""Token mixing over packed tokens. A new mixer is a file and an entry in ``MIXERS``.
 
-A layer that mixes tokens hands what it returns through ``ForwardContext.mixed``, outside of compiled code
+A layer that mixes tokens passes its output through ``ForwardContext.mixed``, outside of compiled code
 (``torch.compiler.disable``): index maps differ in every micro-batch.
 """
 
@@ -17,16 +17,16 @@ MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (attention.MIXER, gat
 
 
 def count_layers(config: PretrainedConfig) -> Counter[str]:
-    """Layers of a text config by the name of their mixer; those that no mixer claims are left out."""
+    """Count the layers of a text config by mixer; layer types without a mixer are left out."""
     names = {layer_type: mixer.name for mixer in MIXERS.values() for layer_type in mixer.layer_types}
     return Counter(names[layer_type] for layer_type in attention.layer_types(config) if layer_type in names)
 
 
 def unknown_layer_types(config: PretrainedConfig) -> list[str]:
-    """Layer types of a text config that no mixer claims, sorted."""
+    """Return the sorted layer types of a text config that have no mixer."""
     return sorted(set(attention.layer_types(config)).difference(*(mixer.layer_types for mixer in MIXERS.values())))
 
 
 def stateful_model_types() -> frozenset[str]:
-    """Models with a recurrent state that a mixer hands from parents to children."""
+    """Return models whose recurrent state a mixer passes from parent segments to children."""
     return frozenset().union(*(mixer.stateful_model_types for mixer in MIXERS.values()))

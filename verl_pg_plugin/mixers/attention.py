@@ -1,4 +1,4 @@
-"""Softmax attention, the first mixer: transformers calls ours by name, so no layer is touched."""
+"""Softmax attention as a mixer; transformers calls ours by name, so layers do not change."""
 
 from collections import Counter
 
@@ -22,13 +22,13 @@ def prepare(config: PretrainedConfig) -> None:
 
 
 def ulysses_obstacle(config: PretrainedConfig, ranks: int) -> str:
-    heads = getattr(config, "num_attention_heads", 0)  # 0: a config of the checkpoint's own names them otherwise
+    heads = getattr(config, "num_attention_heads", 0)  # 0: a custom config names them otherwise
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads_obstacle(heads, kv_heads, ranks) if heads else ""
 
 
 def pair_costs(config: PretrainedConfig) -> tuple[PairCost, ...]:
-    """Two FLOPs per pair and number of a query for the score, two per number of a value for the output."""
+    """Two FLOPs for each pair and query element (scores), and for each pair and value element (output)."""
     layers = Counter(layer_types(config))
     windows = ((FULL, None), (SLIDING, getattr(config, "sliding_window", None)))
     return tuple(
@@ -48,22 +48,21 @@ MIXER = Mixer(
     prefix_cache=True,
     padded_groups=True,
 )
-"""Causal attention over all earlier tokens or those in a sliding window."""
 
 
 def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
-    """What the attention layers of a text config ask of a kernel.
+    """Return what the attention layers of a text config need from a kernel.
 
-    A config of the checkpoint's own may name its sizes otherwise: nothing is known to be needed; a forward tells.
+    Head sizes are empty for a custom config that names them otherwise: the kernel then checks them in the forward.
     """
-    known = getattr(config, "num_attention_heads", None) and getattr(config, "hidden_size", None)
-    widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)} if known else set()
+    has_sizes = getattr(config, "num_attention_heads", None) and getattr(config, "hidden_size", None)
+    widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)} if has_sizes else set()
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     return AttentionNeeds(frozenset(widths), softcap, SLIDING in layer_types(config))
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
-    """Of every layer; transformers gives ``sliding_window`` to all where there are none (Mistral, Mixtral, Phi3)."""
+    """Return the type of each layer; without ``layer_types``, ``sliding_window`` applies to all (Mistral, Phi3)."""
     num_layers = getattr(config, "num_hidden_layers", 0)
     if types := getattr(config, "layer_types", None):
         return list(types)[:num_layers]
@@ -72,8 +71,8 @@ def layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def _head_dims(config: PretrainedConfig, kind: str) -> tuple[int, int]:
-    """Widths of a head's keys and values; latent attention (DeepSeek) has two, Gemma 4 another one in full layers."""
-    if layers := getattr(config, "per_layer_config", None):  # which alone tells widths, since transformers 5.22
+    """Return a head's key and value widths: MLA (DeepSeek) has two, Gemma 4 another in full attention."""
+    if layers := getattr(config, "per_layer_config", None):  # the only source of widths since transformers 5.22
         types = getattr(config, "layer_types", None) or [kind]
         config = layers[types.index(kind) if kind in types else 0]
     if getattr(config, "kv_lora_rank", None):

@@ -1,15 +1,15 @@
 """Gated DeltaNet (https://arxiv.org/abs/2412.06464) over packed tokens: a short convolution, then a recurrence.
 
-In the convolution all tokens go through one plain convolution, as if each followed the one before it in memory. That is
-wrong for the first ``width - 1`` tokens of a segment, whose reach crosses its edge: these are computed once more, in
-windows that hold the last tokens of the segment's ancestors in front of its own, and put in their places.
+*Convolution.* All packed tokens go through one ordinary convolution. The first ``width - 1`` outputs of a segment are
+wrong, since their inputs cross the segment's start. They are recomputed in windows of the ancestors' last tokens
+followed by the segment's first, and replace the wrong ones.
 
-In the recurrence a segment starts from the state in which its parent ended. Segments of equal depth do not depend on
-each other, so they are the sequences of one varlen call with an initial state each: a GRPO group takes two calls.
+*Recurrence.* A segment starts from its parent's final state. Segments of equal depth are independent, so they are the
+sequences of one varlen call with initial states: a GRPO group takes two calls.
 
-Both take over a function with which a layer of transformers mixes tokens; no model file changes. Under Ulysses each
-trades tokens for channels or heads, which do not see each other, and back. Chunks of a split group publish the states,
-and the last inputs of the convolution, at every position at which a later chunk goes on.
+Both replace a function that transformers' layers call; no model file changes. Under Ulysses, all-to-alls around each
+trade tokens for channels or heads, which are independent. Chunks of a split group publish states and the convolution's
+last inputs at every position where a later chunk continues.
 """
 
 import functools
@@ -37,44 +37,43 @@ from verl_pg_plugin.transfer import to_device
 STATE, INPUTS = "state", "inputs"
 GATED_DELTA = "gated_delta"
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"
-"""Attributes of transformers' modules; all else in them looks at one token at a time."""
+"""Attributes of transformers' modules; the rest of a module acts on single tokens."""
 DELTA_RULE_OF_FILE = f"torch_{DELTA_RULE}"
-"""The second since transformers 5.15, where both are functions of the model's file."""
+"""Name of the delta rule since transformers 5.15, where both are functions of the model's file."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """S windows of 2(W - 1) tokens, one for the start of each segment."""
+    """Windows of 2(W - 1) tokens around the start of each of the S segments."""
 
-    # The W - 1 tokens in front of positions of the cache; those that are read count in front of the own ones.
-    tails: StateExchange | None
-    num_read: int  # of them
-    gather: Gather  # the tokens of all windows, one after the other
-    missing: torch.Tensor  # (S, 2(W - 1)) bool, no token there: before a sequence, or behind a short segment
-    fixed: torch.Tensor  # (F,) int64 own tokens whose convolution is taken from a window
-    place: torch.Tensor  # (F,) int64 where, in the windows one after the other
+    tails: StateExchange | None  # the W - 1 inputs before each position that is read from the cache or published
+    num_read: int  # tokens that are read from the cache; they precede the own tokens
+    gather: Gather  # tokens of all windows, concatenated
+    missing: torch.Tensor  # (S, 2(W - 1)) bool, no token: before a sequence, or after the end of a short segment
+    fixed: torch.Tensor  # (F,) int64 own tokens whose output is replaced
+    place: torch.Tensor  # (F,) int64 their positions in the concatenated windows
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, width: int, device: torch.device) -> "Windows":
-        """Windows of a convolution that sees ``width`` tokens, the token itself included."""
+        """Return the windows of a convolution of ``width`` tokens."""
         reach = width - 1
         offset = np.arange(-reach, reach)
-        place = layout.segment_start[:, None] + offset  # among the keys of each segment
+        place = layout.segment_start[:, None] + offset  # index into the keys of each segment
         ends = layout.segment_start + np.diff(layout.cu_seqlens_q)
         missing = (place < 0) | (place >= ends[:, None])
-        resumed_at, start = layout.resumed_at, layout.num_cached_keys  # where the root above each segment starts
+        resumed_at, start = layout.resumed_at, layout.num_cached_keys  # number of cached keys of each segment
         num_read = len(resumed_at) * reach
 
         def tokens_at(segment: IntArray, place: IntArray) -> IntArray:
-            """Tokens at places of segments, in [the tails of cached tokens | own tokens]; any where there is none."""
-            found = layout.kv_index[layout.cu_seqlens_k[segment, None] + np.maximum(place, 0)].astype(np.int64)
-            in_tail = (np.searchsorted(resumed_at, start[segment, None]) + 1) * reach + found - start[segment, None]
-            return np.where(found < layout.num_cached, np.maximum(in_tail, 0), found - layout.num_cached + num_read)
+            """Return indices into [cached tails | own tokens] of places in segments; arbitrary for missing ones."""
+            key = layout.kv_index[layout.cu_seqlens_k[segment, None] + np.maximum(place, 0)].astype(np.int64)
+            in_tail = (np.searchsorted(resumed_at, start[segment, None]) + 1) * reach + key - start[segment, None]
+            return np.where(key < layout.num_cached, np.maximum(in_tail, 0), key - layout.num_cached + num_read)
 
         tokens = tokens_at(np.arange(len(place)), np.where(missing, 0, place))
         segment, column = np.nonzero(~missing & (offset >= 0))
         publish = layout.published_states
-        last = layout.publish[publish - layout.publish_start - 1]  # the token in front of each
+        last = layout.publish[publish - layout.publish_start - 1]  # the token before each
         ends_in = np.searchsorted(layout.cu_seqlens_q, last, side="right") - 1
         last_inputs = tokens_at(ends_in, publish[:, None] + np.arange(-reach, 0))
         return cls(
@@ -94,16 +93,16 @@ def convolve(
     cache: CacheAccess | None = None,
     layer: int = 0,
 ) -> torch.Tensor:
-    """(1, D, T) packed tokens to the same, each of which sees its own sequence only.
+    """Convolve (1, D, T) packed tokens, each within its own sequence.
 
-    ``convolution`` is the plain one, (B, D, L) -> (B, D, L), causal, with zeros before the first column.
+    ``convolution`` maps (B, D, L) to (B, D, L), causal and padded with zeros.
     """
     if cache is not None:
         x_TD, _ = cache.exchange_states(CacheKey(layer, INPUTS), x.squeeze(0).transpose(0, 1), windows.tails)
         x = x_TD[windows.num_read :].transpose(0, 1).unsqueeze(0)
     plain = convolution(x)
-    # Viewed behind the convolution, so that this gradient comes first and gives its layout to the sum of both: with
-    # the convolution's, whose lines are T long, the projection's backward takes six times as long where T is odd.
+    # Viewed after the convolution: autograd then adds this gradient first, and the sum gets its (T, D) strides. With
+    # the convolution's (D, T) strides, the projection's backward takes six times as long if T is odd.
     if cache is None:
         x_TD = x.squeeze(0).transpose(0, 1)
     gathered = gather_tokens(x_TD, windows.gather)
@@ -115,8 +114,8 @@ def convolve(
 def plain_convolution(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """Takes the place of the package causal-conv1d; weight (D, W). As in transformers, any activation is SiLU."""
-    if x.is_cuda:  # fla's is faster and rounds once, behind the activation
+    """Replace the package causal-conv1d; weight (D, W). As in transformers, any activation is SiLU."""
+    if x.is_cuda:  # fla's is faster and rounds once, after the activation
         from fla.modules.convolution import causal_conv1d
 
         out, _ = causal_conv1d(x.transpose(1, 2), weight, bias, activation=None if activation is None else "silu")
@@ -133,29 +132,24 @@ DeltaRule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 class Depth:
     """The N segments of one depth."""
 
-    lengths: tuple[int, ...]  # tokens of each
-    cu_seqlens: torch.Tensor  # (N+1,) int64, their bounds if they are laid one after the other
-    # (M,) int64, how many of them continue each of the M segments one depth above, whose children are next to each
-    # other and in its order; None for the roots.
-    num_children: torch.Tensor | None
-    publish: StateExchange | None  # of those that end where another chunk goes on
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor  # (N+1,) int64
+    num_children: torch.Tensor | None  # (M,) int64 of the M segments above, in whose order they are; None for roots
+    publish: StateExchange | None  # segments at whose end another chunk continues
 
 
 @dataclass(frozen=True)
 class Depths:
-    """T packed tokens by the depth of their segments."""
+    """T packed tokens sorted by the depth of their segments."""
 
     depths: list[Depth]  # from the roots down
-    starts: StateExchange | None  # of roots that go on behind cached tokens, which come first
-    by_depth: Gather | None = None  # the tokens sorted by depth; None where they are
-    back: Gather | None = None  # the way back
+    starts: StateExchange | None  # of roots that continue cached tokens; these roots come first
+    by_depth: Gather | None = None  # sorts tokens by depth; None if they are sorted
+    back: Gather | None = None  # the inverse
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> "Depths":
-        """Segments lie as a walk through the prefix tree meets them, so siblings are next to each other at a depth.
-
-        They are cut where states are published.
-        """
+        """Sort segments by depth, cut where states are published; siblings are consecutive in a layout."""
         publish = layout.published_states
         ends = layout.publish[publish - layout.publish_start - 1] + 1
         bounds = np.union1d(layout.cu_seqlens_q, ends)
@@ -183,7 +177,7 @@ class Depths:
             depths.append(Depth(tuple(lengths[members].tolist()), cu_seqlens, num_children, published))
             above = members
         roots = layout.segment_start[layout.segment_parent < 0]
-        assert roots[: np.count_nonzero(roots)].all(), "roots behind cached tokens come first"
+        assert roots[: np.count_nonzero(roots)].all(), "roots that continue cached tokens come first"
         starts = StateExchange.of(roots[roots > 0], nothing, nothing[:, None], device)
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
@@ -192,8 +186,8 @@ class Depths:
         return cls(depths, starts, *(Gather(places, layout.num_tokens) for places in sorts))
 
 
-class _HandDown(torch.autograd.Function):
-    """Give each child its parent's float32 state; the backward sums over children in their order, not atomically."""
+class _RepeatState(torch.autograd.Function):
+    """Give each child its parent's float32 state; the backward sums over children in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
@@ -215,46 +209,44 @@ def delta_rule_over(
     layer: int = 0,
     **options: Any,
 ) -> torch.Tensor:
-    """The gated delta rule in which tokens see their own sequences only, (T, H, V); ``rule`` computes one depth.
+    """Return (T, H, V), the gated delta rule within each sequence; ``rule`` computes one depth.
 
-    ``tensors`` are (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta. ``options`` are
-    further keywords of ``rule``.
+    ``tensors`` are (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta. ``options`` go to
+    ``rule``.
     """
     if depths.by_depth is not None:
         tensors = tuple(gather_tokens(x, depths.by_depth) for x in tensors)
     sizes = [sum(depth.lengths) for depth in depths.depths]
     parts = zip(*(x.split(sizes) for x in tensors), strict=True)
-    # fla's kernels take segments of any length, transformers' fallback a batch of equal ones: tokens of zeros behind a
-    # segment leave its state alone.
-    takes_any = "cu_seqlens" in inspect.signature(rule).parameters
+    # fla's kernels take varlen segments, transformers' fallback a padded batch: zero tokens do not change a state.
+    is_varlen = "cu_seqlens" in inspect.signature(rule).parameters
     outs = []
     state = None
     key = CacheKey(layer, STATE)
     if cache is not None and depths.starts is not None:
-        behind_cached = depths.starts.read
-        cached = cache.state(key._replace(position=behind_cached[0]))
-        zeros = cached.new_zeros(len(depths.depths[0].lengths) - len(behind_cached), *cached.shape[1:])
+        cached = cache.state(key._replace(position=depths.starts.read[0]))
+        zeros = cached.new_zeros(len(depths.depths[0].lengths) - len(depths.starts.read), *cached.shape[1:])
         state, _ = cache.exchange_states(key, zeros.requires_grad_(torch.is_grad_enabled()), depths.starts)
     for depth, part in zip(depths.depths, parts, strict=True):
         if depth.num_children is not None:
-            state = _HandDown.apply(state, depth.num_children, len(depth.lengths))
-        if takes_any:
+            state = _RepeatState.apply(state, depth.num_children, len(depth.lengths))
+        if is_varlen:
             q, k, v, g, beta = (x.unsqueeze(0) for x in part)
             options["cu_seqlens"] = depth.cu_seqlens
         else:
             q, k, v, g, beta = (pad_sequence(x.split(depth.lengths), batch_first=True) for x in part)
-        passes_on = depth is not depths.depths[-1] or depth.publish is not None
-        out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
+        is_read = depth is not depths.depths[-1] or depth.publish is not None
+        out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=is_read, **options)
         if cache is not None and state is not None:
             state, out = cache.exchange_states(key, state, depth.publish, passthrough=out)
-        lengths = (out.shape[1],) if takes_any else depth.lengths
-        outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
+        lengths = (out.shape[1],) if is_varlen else depth.lengths
+        outs += [sequence[:length] for sequence, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     return out if depths.back is None else gather_tokens(out, depths.back)
 
 
 class _LayerCall:
-    """One call of a Gated DeltaNet layer: the context and which layer runs; no dataclass, as ``ForwardContext``."""
+    """One call of a Gated DeltaNet layer; like ``ForwardContext``, no dataclass."""
 
     def __init__(self, context: ForwardContext, layer_idx: int) -> None:
         self.context, self.layer_idx = context, layer_idx
@@ -262,9 +254,9 @@ class _LayerCall:
 
 
 class GatedDeltaLayer:
-    """Stands in for both functions of a module, which read their call from the keyword ``prefix_grouper``.
+    """Replaces both functions of a module; they read their call from the keyword ``prefix_grouper``.
 
-    Up to transformers 5.14 a module passes them no keywords. ``call`` carries it there, while the decoder layer runs.
+    Up to transformers 5.14 modules pass no keywords: ``call`` is set while the decoder layer runs.
     """
 
     def __init__(self, convolution: Any, rule: DeltaRule) -> None:
@@ -280,7 +272,7 @@ class GatedDeltaLayer:
         activation: str | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding."""
+        """Replace ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding."""
         call, layout = self._packed(kwargs)
         context, num_tokens = call.context, layout.num_tokens
         x = context.to_heads(x.transpose(1, 2)).transpose(1, 2)
@@ -303,11 +295,11 @@ class GatedDeltaLayer:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding."""
+        """Replace ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding."""
         call, layout = self._packed(kwargs)
         context, num_tokens = call.context, layout.num_tokens
         if not call.convolved:
-            raise RuntimeError("a Gated DeltaNet layer convolved packed tokens by other means than causal_conv1d_fn")
+            raise RuntimeError("a Gated DeltaNet layer did not call causal_conv1d_fn on packed tokens")
         depths = context.index(Depths.from_layout, query.device)
         tensors = [context.to_heads(x) for x in (query, key, value, g, beta)]
         own = tuple(x[0, :num_tokens] for x in tensors)
@@ -319,20 +311,16 @@ class GatedDeltaLayer:
 
     def _packed(self, kwargs: dict[str, Any]) -> tuple[_LayerCall, PackedLayout]:
         call: _LayerCall | None = kwargs.pop("prefix_grouper", self.call)
-        asked = {name for name, setting in kwargs.items() if setting is not None and setting is not False}
-        if unsupported := sorted(asked - WITHOUT_EFFECT):
-            raise RuntimeError(
-                f"a Gated DeltaNet layer asks for {', '.join(unsupported)}, which packed tokens lack; {SHARING_OFF}"
-            )
+        passed = {name for name, value in kwargs.items() if value is not None and value is not False}
+        if unsupported := ", ".join(sorted(passed - WITHOUT_EFFECT)):
+            raise RuntimeError(f"packed Gated DeltaNet does not implement {unsupported}; {SHARING_OFF}")
         if call is None or call.context.layout is None:
-            raise RuntimeError(
-                f"a Gated DeltaNet layer was made to mix packed tokens and got no layout of any; {SHARING_OFF}"
-            )
+            raise RuntimeError(f"a packed Gated DeltaNet layer got no layout; {SHARING_OFF}")
         return call, call.context.layout
 
 
 def install(model: nn.Module) -> None:
-    """Let every Gated DeltaNet layer of an unwrapped model mix packed tokens."""
+    """Make every Gated DeltaNet layer of an unwrapped model mix packed tokens."""
     for layer in model.modules():
         for module in layer.children():
             if hasattr(module, CONVOLUTION) and hasattr(module, DELTA_RULE):
@@ -340,13 +328,13 @@ def install(model: nn.Module) -> None:
                 setattr(module, CONVOLUTION, ops.convolve)
                 setattr(module, DELTA_RULE, ops.delta_rule)
                 _set_call_within(layer, ops, module.layer_idx)
-            elif type(module).__name__.endswith("GatedDeltaNet"):  # the counter of layers sees one that is another
+            elif type(module).__name__.endswith("GatedDeltaNet"):  # ``calls`` shows a module that is no such layer
                 install_in_file(sys.modules[type(module).__module__])
                 module.register_forward_pre_hook(_name_layer, with_kwargs=True)
 
 
 def _set_call_within(layer: nn.Module, ops: GatedDeltaLayer, layer_idx: int) -> None:
-    """Set the call of ``ops`` while a decoder layer runs, however that ends."""
+    """Set the call of ``ops`` while a decoder layer runs; clear it on errors too."""
 
     @torch.compiler.disable
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -363,16 +351,16 @@ def _set_call_within(layer: nn.Module, ops: GatedDeltaLayer, layer_idx: int) -> 
 
 @torch.compiler.disable
 def _name_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a module runs, put its call in place of the context, which has no layer."""
+    """Replace the context by a call with the module's layer index."""
     context = kwargs.get("prefix_grouper")
     return None if context is None else (args, {**kwargs, "prefix_grouper": _LayerCall(context, module.layer_idx)})
 
 
-@functools.cache  # its functions are replaced once in a process
+@functools.cache  # replace a file's functions once in a process
 def install_in_file(modeling: Any) -> None:
     """Replace both functions of a model's file for all its layers; calls without ``prefix_grouper`` run as before.
 
-    Behind the name of transformers' own rule may be fla's, which the signature does not tell.
+    transformers' function may call fla's; its signature does not show which, so the rule is selected here.
     """
     from transformers.utils import is_flash_linear_attention_available
 

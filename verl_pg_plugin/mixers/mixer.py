@@ -1,4 +1,4 @@
-"""What the engine and the validators ask of a way to mix tokens."""
+"""Interface between a way to mix tokens and the engine, the planner and the rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,40 +9,35 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True)
 class PairCost:
-    """(query, key) pairs of some layers."""
+    """Cost of the (query, key) pairs of some layers."""
 
-    flops: float  # of the forward, of one pair over all of them
+    flops: float  # of one pair, in the forward of all these layers
     window: int | None = None  # keys that a query sees, itself included; None for all
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """How some layers of a model let tokens see earlier ones; functions of a config take that of the text."""
+    """How some layers of a model mix tokens. Functions of a config take the text config."""
 
     name: str  # the key in ``MIXERS`` and in ``ForwardContext.calls``
-    layer_types: frozenset[str]  # entries of a config's ``layer_types`` that it computes
-    # Why its layers cannot share tokens; empty if they can.
+    layer_types: frozenset[str]  # the entries of a config's ``layer_types``
+    # Reasons why its layers cannot share tokens; empty if they can.
     obstacles: Callable[[PretrainedConfig], list[str]] = lambda config: []
-    # What this machine lacks to run them, with the command that installs it, by device type.
+    # Missing packages for a device type, each with the command that installs it.
     machine_obstacles: Callable[[str], list[str]] = lambda device_name: []
-    # Changes a config before the model is built from it.
+    # Changes a config before the model is built.
     prepare: Callable[[PretrainedConfig], None] = lambda config: None
-    # Makes the layers of an unwrapped transformers model mix packed tokens.
+    # Changes the layers of an unwrapped transformers model to mix packed tokens.
     install: Callable[[nn.Module], object] = lambda module: None
-    # FLOPs that grow with pairs of tokens.
     pair_costs: Callable[[PretrainedConfig], tuple[PairCost, ...]] = lambda config: ()
-    # Forward FLOPs of one token over all of its layers, beside pairs and weights.
+    # Forward FLOPs of one token in all its layers, without pairs and weights.
     token_flops: Callable[[PretrainedConfig], float] = lambda config: 0.0
-    # Over all of its layers, numbers of the float32 states at one position that later chunks of a split group read, and
-    # of the other activations there.
+    # Elements that later chunks read at one position, in all its layers: of float32 states, of other activations.
     state_sizes: Callable[[PretrainedConfig], tuple[int, int]] = lambda config: (0, 0)
-    # Models that transformers calls stateful, whose state is that of its layers alone.
+    # Models that transformers calls stateful, if only its layers have a state.
     stateful_model_types: frozenset[str] = frozenset()
-    # Why a Ulysses group of that many ranks, above 1, cannot share the tokens; empty if it can.
-    ulysses_obstacle: Callable[[PretrainedConfig, int], str] = lambda config, ranks: (
-        "tokens that are spread over ranks are not mixed"
-    )
-    # Whether it reads tokens that another micro-batch has computed; in a model with one that does not, each chunk of a
-    # split group computes what it shares again.
+    # Why a Ulysses group of this size (above 1) cannot run it; empty if it can.
+    ulysses_obstacle: Callable[[PretrainedConfig, int], str] = lambda config, ranks: "they cannot run with Ulysses"
+    # Whether it can read a prefix from the cache. If not, each chunk of a split group recomputes its prefix.
     prefix_cache: bool = False
-    padded_groups: bool = False  # whether it mixes the tokens of upstream's padded groups, and not packed ones only
+    padded_groups: bool = False  # whether it also runs verl's own padded groups

@@ -1,4 +1,4 @@
-"""Text, and the images that some models read beside it."""
+"""Text, and images as inputs of multimodal models."""
 
 from types import SimpleNamespace
 
@@ -11,9 +11,9 @@ __all__ = ["IMAGE_MODEL_TYPES", "TEXT", "Images", "Kind", "Modality", "modality_
 
 
 def modality_obstacles(config: PretrainedConfig | SimpleNamespace) -> list[str]:
-    """Why no modality fits a model; empty if one does."""
+    """Return why packed mode cannot run a model's inputs; empty if it can."""
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
-    # The last two are text of several modalities' making: the dimensions of its positions are equal.
+    # Text-only Qwen3.5: all three M-RoPE components are equal.
     if kind in (*IMAGE_MODEL_TYPES, "qwen3_5_text", "qwen3_5_moe_text"):
         return []
     for other in ("vision_config", "audio_config", "thinker_config"):
@@ -23,7 +23,7 @@ def modality_obstacles(config: PretrainedConfig | SimpleNamespace) -> list[str]:
 
 
 def modality_of(config: PretrainedConfig) -> Modality:
-    """The modality of a model; ValueError where none fits."""
+    """Return the modality of a model; ValueError if none fits."""
     if obstacles := modality_obstacles(config):
         raise ValueError("; ".join(obstacles))
     return Images.of(config) if config.model_type in IMAGE_MODEL_TYPES else TEXT

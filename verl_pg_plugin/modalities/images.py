@@ -1,9 +1,9 @@
 """Images and videos: each distinct image goes through its vision encoder once per micro-batch.
 
-Placeholders mark images in the tokens; patches are in what verl's processor made of them. Token ids do not tell two
-images apart, since both are tokens of one placeholder. So sequences get keys: the tokens of an image that of its
-content, and equal keys mean equal pixels, bit for bit. verl runs its processor anew for every response, so neither uid
-nor object identity tells. Positions enter as steps from token to token. Equal keys so have equal positions.
+All images have the same placeholder token id, so token ids cannot show whether two images are equal. Each token
+therefore gets a key; an image's tokens get a key of its content. Equal keys mean equal pixels, bit for bit. verl runs
+its processor for every response, so contents are compared, not objects. Keys include the position step from the
+previous token, so equal prefixes of keys have equal positions.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -23,36 +23,35 @@ from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, cou
 from verl_pg_plugin.modalities.modality import Kind, Modality, read_outputs, read_positions
 
 IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Their language model is causal over images too, and their vision encoder looks at each image or frame alone."""
+"""Models that are causal over image tokens too, and whose vision encoder processes each image or frame separately."""
 
 POSITION_DIMENSIONS = 4
-"""verl hands over a counter of tokens, then time, height and width."""
+"""verl's position_ids: token index, time, height, width."""
 
 FIRST_KEY = 1 << 31
-"""Keys from here on stand for more than a token."""
+"""Keys below are token ids, which are int32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """An image or a frame of a video, where it occurs: the vision encoder looks at each frame alone."""
+    """An image or a video frame in a sequence."""
 
     kind: Kind
-    first: int  # its first placeholder, counted from the start of the sequence
-    num_tokens: int  # placeholders, which follow each other
-    pixels: torch.Tensor  # (patches, numbers), a view
+    first: int  # index of its first placeholder in the sequence
+    num_tokens: int  # consecutive placeholders
+    pixels: torch.Tensor  # (patches, elements of a patch), a view
     grid: tuple[int, int]  # rows and columns of patches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images(Modality):
-    """Images and videos as placeholders in the tokens, for which the model puts in what its vision encoder computes."""
+    """Images and videos, whose placeholders the model replaces by its vision encoder's output."""
 
-    merge_size: int  # rows and columns of patches that the vision encoder merges into one token
-    patch_numbers: int  # numbers of a patch
+    merge_size: int  # a token is merge_size x merge_size patches
+    patch_numbers: int  # elements of a patch
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Images":
-        """Of a model that reads images."""
         vision: Any = config.vision_config
         channels = getattr(vision, "in_channels", None) or vision.in_chans
         return cls(
@@ -65,50 +64,41 @@ class Images(Modality):
         )
 
     def install(self, module: Any) -> None:
-        """Under Ulysses every rank runs the vision encoder and the embedding on all tokens, then goes on with its own.
-
-        Which features belong to a rank's tokens is known only behind the encoder; there the language model takes over.
-        """
+        """Slice tokens for Ulysses after the vision encoder and the embedding, which every rank runs on all tokens."""
         module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
-        """The sequences of a batch in verl's no-padding format, with what they hold beside tokens, or BatchError."""
         names = frozenset(name for kind in self.kinds for name in (kind.pixels, kind.grids))
         images = self._find_images(sequences, read_outputs(data, names))
-        positions = _in_space(read_positions(data), sequences.offsets, has_images=any(images))
+        positions = _mrope_positions(read_positions(data), sequences.offsets, has_images=any(images))
         keys, offset_in_image = _build_keys(sequences, positions, images)
         return replace(sequences, keys=keys, positions=positions, offset_in_image=offset_in_image, images=images)
 
-    def _find_images(self, sequences: Sequences, given: list[dict[str, Any]]) -> list[list[Image]]:
-        """The images of each sequence, in the order of their first placeholders.
-
-        ``given`` are verl's ``multi_modal_inputs`` of each; an empty list if the batch has none.
-        """
-        places = {kind: np.flatnonzero(sequences.tokens == kind.token_id) for kind in self.kinds}
-        bounds = sequences.offsets.tolist()
-        found: list[list[Image]] = []
-        for sequence, (start, stop) in enumerate(pairwise(bounds)):
-            of_one = given[sequence] if given else {}
+    def _find_images(self, sequences: Sequences, outputs: list[dict[str, Any]]) -> list[list[Image]]:
+        """Return the images of each sequence in token order; ``outputs`` as ``read_outputs`` returns them."""
+        placeholders = {kind: np.flatnonzero(sequences.tokens == kind.token_id) for kind in self.kinds}
+        all_images: list[list[Image]] = []
+        for sequence, (start, stop) in enumerate(pairwise(sequences.offsets.tolist())):
             images: list[Image] = []
-            for kind, at in places.items():
-                first, last = np.searchsorted(at, [start, stop])
-                images += _images_of(sequence, of_one, kind, at[first:last] - start, self.merge_size**2)
+            for kind, index in placeholders.items():
+                own = index[slice(*np.searchsorted(index, [start, stop]))] - start
+                images += _images_of(sequence, outputs[sequence] if outputs else {}, kind, own, self.merge_size**2)
             images.sort(key=lambda image: image.first)
             if images and images[-1].first + images[-1].num_tokens == stop - start:
                 raise BatchError(
-                    f"sequence {sequence} ends in an image, and no token follows that its last token could predict; "
-                    "drop it, or raise data.max_response_length so that tool results are not cut off"
+                    f"sequence {sequence} ends in an image, so its last token has no label; drop it, or raise "
+                    "data.max_response_length so that tool results are not cut off"
                 )
-            found.append(images)
-        return found
+            all_images.append(images)
+        return all_images
 
     def inputs(
         self, layout: PackedLayout, sequences: Sequences, shown: frozenset[Kind]
     ) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """Images whose tokens are in the layout, once each and in their order, by keyword.
+        """Return placeholders to pad with and the layout's images by keyword, once each, in token order.
 
-        A kind that is shown elsewhere alone gets a blank one, and a token of the padding shows it: the model runs its
-        vision encoder once for each kind, and FSDP gathers weights on all ranks or on none. Its gradients are zero.
+        FSDP gathers the vision encoder's weights on all ranks or on none. So a kind that only other ranks have gets
+        one blank image, whose placeholder is padding and whose gradients are zero.
 
         Args:
             layout: of ``sequences``, or of a prefix of the first.
@@ -128,52 +118,52 @@ class Images(Modality):
         return padding, tensors
 
 
-def _in_space(given: IntArray | None, offsets: IntArray, has_images: bool) -> IntArray:
-    """(4, N) positions; text alone may have one counter, or none, which is then counted."""
+def _mrope_positions(given: IntArray | None, offsets: IntArray, has_images: bool) -> IntArray:
+    """Return (4, N) positions; a batch without images may have (N,) positions or none."""
     if given is not None and given.shape == (POSITION_DIMENSIONS, offsets[-1]):
         return given
     if has_images or (given is not None and given.shape != (offsets[-1],)):
         shape = "no position_ids" if given is None else f"position_ids of shape {given.shape}"
         raise BatchError(
-            f"a batch with images needs position_ids of shape ({POSITION_DIMENSIONS}, {offsets[-1]}), as verl's "
-            f"agent loop makes them, and has {shape}; {SHARING_OFF}"
+            f"a batch with images needs position_ids of shape ({POSITION_DIMENSIONS}, {offsets[-1]}), as from verl's "
+            f"agent loop, and has {shape}; {SHARING_OFF}"
         )
     return np.broadcast_to(counted(offsets) if given is None else given, (POSITION_DIMENSIONS, offsets[-1]))
 
 
 def _images_of(
-    sequence: int, given: Mapping[str, Any], kind: Kind, places: IntArray, patches_per_token: int
+    sequence: int, output: Mapping[str, Any], kind: Kind, placeholders: IntArray, patches_per_token: int
 ) -> Iterator[Image]:
-    """Images of one kind in one sequence, whose placeholders stand at ``places``."""
-    grids, pixels = given.get(kind.grids), given.get(kind.pixels)
+    """Yield the images of one kind in a sequence, given the indices of its placeholders."""
+    grids, pixels = output.get(kind.grids), output.get(kind.pixels)
     sizes: list[list[int]] = [] if grids is None else grids.tolist()
     frames = [(height, width) for num_frames, height, width in sizes for _ in range(num_frames)]
     needed = sum(height * width for height, width in frames)
     pixels = () if pixels is None else pixels
     if len(pixels) != needed:
-        raise BatchError(f"sequence {sequence}: {kind.pixels} has {len(pixels)} patches, {kind.grids} ask for {needed}")
+        raise BatchError(f"sequence {sequence}: {kind.pixels} has {len(pixels)} patches, {kind.grids} needs {needed}")
     patch = token = 0
     for height, width in frames:
         num_tokens = height * width // patches_per_token
-        mine = places[token : token + num_tokens]
-        if len(mine) < num_tokens or mine[-1] - mine[0] != num_tokens - 1:
+        own = placeholders[token : token + num_tokens]
+        if len(own) < num_tokens or own[-1] - own[0] != num_tokens - 1:
             break
         stop = patch + height * width
-        yield Image(kind, int(mine[0]), num_tokens, pixels[patch:stop], grid=(height, width))
+        yield Image(kind, int(own[0]), num_tokens, pixels[patch:stop], grid=(height, width))
         patch, token = stop, token + num_tokens
-    if token != len(places) or patch != needed:
+    if token != len(placeholders) or patch != needed:
         raise BatchError(
-            f"sequence {sequence} has {len(places)} placeholders {kind.token_id}, its {len(sizes)} {kind.name}s need "
-            f"{needed // patches_per_token}, each in one piece: a response has sampled the placeholder (ban it in the "
-            "rollout), or a tool result was cut off (raise data.max_response_length), or the prompt was "
-            "(data.filter_overlong_prompts=True)"
+            f"sequence {sequence} has {len(placeholders)} placeholders {kind.token_id}, its {len(sizes)} "
+            f"{kind.name}s need {needed // patches_per_token}, each in one piece. Fix: ban the placeholder in the "
+            "rollout if a response sampled it; raise data.max_response_length if a tool result was cut off; set "
+            "data.filter_overlong_prompts=True if the prompt was"
         )
 
 
 def _build_keys(
     sequences: Sequences, positions: IntArray, images: Sequence[Sequence[Image]]
 ) -> tuple[IntArray, IntArray]:
-    """Keys, and what is indivisible, (N,) each, of sequences with (4, N) positions; see ``Sequences``."""
+    """Return ``Sequences.keys`` and ``Sequences.offset_in_image``, (N,) each, given (4, N) positions."""
     tokens, starts = sequences.tokens, sequences.offsets[:-1]
     keys, offset_in_image = tokens.astype(np.int64), np.zeros(len(tokens), dtype=np.int64)
     before = np.roll(positions, 1, axis=1)
@@ -182,35 +172,35 @@ def _build_keys(
     unusual = (steps != 1).any(axis=0)
     key_of: dict[Hashable, int] = {}
     known: dict[Hashable, list[torch.Tensor]] = {}
-    for start, of_one in zip(starts, images, strict=True):
-        for image in of_one:
+    for start, own in zip(starts, images, strict=True):
+        for image in own:
             span = slice(start + image.first, start + image.first + image.num_tokens)
-            shown = (_content(known, image), steps[:, span].tobytes())
-            keys[span] = FIRST_KEY + key_of.setdefault(shown, len(key_of))
+            content = (_content_id(known, image), steps[:, span].tobytes())
+            keys[span] = FIRST_KEY + key_of.setdefault(content, len(key_of))
             offset_in_image[span] = np.arange(image.num_tokens)
             unusual[span] = False
-    for at in np.flatnonzero(unusual).tolist():  # the first token behind an image, as a rule
+    for at in np.flatnonzero(unusual).tolist():  # usually the first token after an image
         keys[at] = FIRST_KEY + key_of.setdefault((int(tokens[at]), steps[:, at].tobytes(), "token"), len(key_of))
     return keys, offset_in_image
 
 
-def _content(known: dict[Hashable, list[torch.Tensor]], image: Image) -> Hashable:
-    """What stands for a content: equal ones are the same kind, grid, dtype and pixels.
+def _content_id(known: dict[Hashable, list[torch.Tensor]], image: Image) -> Hashable:
+    """Return an id that is equal for equal kind, grid, dtype and pixels.
 
-    The sum of all words finds those that should be equal, and then they are compared: no hash decides. Both run on all
-    threads at the speed of memory; a batch of 32 images of 1,024 tokens holds 0.8 GB.
+    A sum selects the candidates, whose pixels are then compared. Both take all threads: a batch of 32 images of 1,024
+    tokens has 0.8 GB of pixels.
     """
     words = image.pixels.contiguous().cpu().view(torch.int64)  # every patch has a multiple of 8 bytes
-    shown = (image.kind.name, image.grid, image.pixels.dtype, image.pixels.shape, int(words.sum()))
-    alike = known.setdefault(shown, [])
-    number = next((number for number, other in enumerate(alike) if torch.equal(other, words)), len(alike))
-    if number == len(alike):
-        alike.append(words)
-    return shown, number
+    summary = (image.kind.name, image.grid, image.pixels.dtype, image.pixels.shape, int(words.sum()))
+    candidates = known.setdefault(summary, [])
+    number = next((i for i, other in enumerate(candidates) if torch.equal(other, words)), len(candidates))
+    if number == len(candidates):
+        candidates.append(words)
+    return summary, number
 
 
 def shown_images(layout: Layout, sequences: Sequences) -> list[Image]:
-    """Images whose tokens are in the layout, in their order."""
+    """Return the images whose tokens are in the layout, in token order."""
     assert isinstance(layout, PackedLayout)
     starts = zip(sequences.offsets.tolist(), sequences.images, strict=False)
     by_first = {start + image.first: image for start, images in starts for image in images}
@@ -218,10 +208,10 @@ def shown_images(layout: Layout, sequences: Sequences) -> list[Image]:
 
 
 def _take_own_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """This rank's part of what transformers hands to the language model, by keyword.
+    """Slice the language model's keywords to this rank's tokens.
 
-    ``inputs_embeds`` (1, T, E) and ``position_ids`` (P, 1, T); of Qwen3-VL ``visual_pos_masks`` (1, T), which tokens
-    show an image, and ``deepstack_visual_embeds``, (their number, E) for each of the first layers.
+    These are ``inputs_embeds`` (1, T, E), ``position_ids`` (P, 1, T) and, in Qwen3-VL, ``visual_pos_masks`` (1, T) of
+    image tokens and ``deepstack_visual_embeds``, (image tokens, E) for each of the first layers.
     """
     shared = kwargs.get("prefix_grouper")
     if shared is None or shared.group is None:
@@ -233,6 +223,6 @@ def _take_own_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     mask = kwargs.get("visual_pos_masks")
     if mask is not None:
         first, count = int(mask[:, :start].sum()), int(mask[:, own].sum())
-        features = [of_layer[first : first + count] for of_layer in kwargs["deepstack_visual_embeds"]]
+        features = [layer[first : first + count] for layer in kwargs["deepstack_visual_embeds"]]
         changed |= {"visual_pos_masks": mask[:, own], "deepstack_visual_embeds": features}
     return args, {**kwargs, **changed}

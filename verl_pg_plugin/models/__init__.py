@@ -1,19 +1,18 @@
-"""Models that take ``prefix_grouper``, drop their own padding and spread tokens over a Ulysses group.
+"""Models that take ``prefix_grouper``, remove padding themselves and support Ulysses.
 
-``qwen3/modeling_qwen3.py`` and ``split_llama/modeling_split_llama.py`` are files to copy into a checkpoint and load
-with ``trust_remote_code=True``; ``python -m verl_pg_plugin patch-model`` does that. ``register`` needs no copy.
+``python -m verl_pg_plugin patch-model`` copies ``qwen3/modeling_qwen3.py`` or ``split_llama/modeling_split_llama.py``
+into a checkpoint, which then loads with ``trust_remote_code=True``. ``register`` needs no copy.
 """
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Make transformers' Auto classes build this package's models, in this process; calling it again changes nothing.
+    """Register this package's models with transformers' Auto classes in this process; repeated calls change nothing.
 
-    From then on ``AutoModelForCausalLM`` builds Qwen3 checkpoints as ``modeling_qwen3.Qwen3ForCausalLM`` and
-    ``AutoModelForTokenClassification`` as ``modeling_qwen3.Qwen3ForValue`` (one value a token). The split Llama gets
-    its entries too. verl's workers are processes of their own, set
-    ``actor_rollout_ref.model.external_lib=verl_pg_plugin.models.register_on_import`` for them.
+    ``AutoModelForCausalLM`` then builds Qwen3 and split Llama checkpoints as our causal models, and
+    ``AutoModelForTokenClassification`` as our value models. For verl's worker processes, set
+    ``actor_rollout_ref.model.external_lib=verl_pg_plugin.models.register_on_import``.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
 

@@ -1,6 +1,6 @@
-"""``forward`` of a model that packs its inputs by itself, for any decoder and any head, and of its attention.
+"""Mixins for transformers models that pack their own inputs: the causal model, its attention and a value head.
 
-Shape legend: B sequences, S padded length, T packed tokens, L tokens of this rank, V width of the head.
+Shapes: B sequences, S padded length, T packed tokens, L tokens of this rank, V width of the head.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
     from prefix_grouper import PrefixGrouper
 
 NO_MASK: dict[str, None] = {"full_attention": None, "sliding_attention": None}
-"""Masks by layer type, as transformers takes them ready-made: none, ``prefix_grouper`` says what is seen."""
+"""Masks by layer type, in transformers' format for prepared masks; ``prefix_grouper`` replaces them."""
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""What the installed transformers calls a cache of keys and values; ``cache`` since 5.24."""
+"""Keyword of the KV cache in the installed transformers; ``cache`` since 5.24."""
 
 KERNEL_NAMES = {"flash_attention_2": "flash_attn_2", "sdpa": "sdpa", "eager": "sdpa", ATTENTION_NAME: "auto"}
-"""Kernel for packed tokens by the ``attn_implementation`` that the model was loaded with."""
+"""Kernel for packed tokens by the model's ``attn_implementation``."""
 
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """Inputs of a decoder and how its output returns to the caller's positions."""
+    """Inputs of a decoder, and how to map its output to the caller's positions."""
 
-    input_ids: torch.Tensor | None  # (1, L) packed tokens, or what the caller passed where nothing is packed
-    position_ids: torch.Tensor | None  # of the same
-    prefix_grouper: ForwardContext | None = None  # in place of a mask; None runs transformers' own attention
-    padded: tuple[Any, ...] = ()  # (T,) places of the tokens in the caller's flattened (B, S), B and S, if padded
-    num_sp_padding: int | None = None  # tokens appended for ranks to hold equally many, if they were spread here
+    input_ids: torch.Tensor | None  # (1, L) packed tokens, or the caller's if nothing is packed
+    position_ids: torch.Tensor | None  # of the same shape
+    prefix_grouper: ForwardContext | None = None  # replaces the mask; None runs transformers' own attention
+    padded: tuple[Any, ...] = ()  # (T,) indices of the tokens in the caller's flattened (B, S), B and S, if padded
+    num_sp_padding: int | None = None  # tokens appended for equal slices, if sliced here for Ulysses
 
     def restore(self, x_1LV: torch.Tensor) -> torch.Tensor:
-        """Decoder or head output on the caller's positions: (B, S, V), zero at padding; (1, T, V) of packed tokens.
+        """Map (1, L, V) to the caller's positions: (B, S, V), zero at padding, or (1, T, V) for packed tokens.
 
-        Every rank gets all tokens and computes the same loss from them. verl's gather scales the gradient by the
-        number of ranks, for parameter gradients that are averaged over them, as FSDP does.
+        Every rank gets all tokens and computes the same loss. verl's gather scales the gradient by the number of
+        ranks, over which FSDP averages parameter gradients.
         """
         if self.num_sp_padding is not None:
             x_1LV = gather_outputs_and_unpad(x_1LV, gather_dim=1, unpad_dim=1, padding_size=self.num_sp_padding)
@@ -67,20 +67,20 @@ class PackedInputs:
 def pack_padded(
     config: PretrainedConfig, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None
 ) -> PackedInputs:
-    """Drop the padding of (B, S): every sequence becomes one segment of packed tokens, prefixes are not shared.
+    """Remove the padding of (B, S); every sequence becomes one segment, and prefixes are not shared.
 
-    A sequence without valid tokens gives zeros and no gradient. ``position_ids`` are (B, S) or (1, S); None counts the
-    valid tokens of each sequence from 0.
+    A sequence without valid tokens gives zeros and no gradient. ``position_ids`` are (B, S) or (1, S); by default
+    valid tokens are counted from 0.
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)} differ")
     mask = attention_mask.bool()
     if (F.pad(mask.int(), (1, 0)).diff(dim=1) > 0).sum(dim=1).max() > 1:
         raise ValueError(
-            "attention_mask has holes: valid tokens of a sequence are consecutive; pad on the left or the right only"
+            "attention_mask has gaps: valid tokens of a sequence must be consecutive; pad on the left or right only"
         )
     if not mask.any():
-        raise ValueError("attention_mask masks every token of the batch: there is nothing to compute")
+        raise ValueError("attention_mask masks every token of the batch")
     if position_ids is None:
         position_ids = mask.long().cumsum(dim=1) - 1
     elif position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
@@ -90,7 +90,7 @@ def pack_padded(
         )
     tokens, indices, cu_seqlens, max_seqlen, *_ = unpad_input(input_ids.unsqueeze(-1), mask)
     positions = index_first_axis(position_ids.expand_as(input_ids).reshape(-1, 1), indices)
-    cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a sequence of padding alone is no segment
+    cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a sequence of padding only is no segment
     kernel = kernel_of(config._attn_implementation, input_ids.device.type)
     segments = PackedAttention.unshared(kernel, cu_seqlens, int(max_seqlen), len(tokens))
     return _over_ranks(tokens.T, positions.T, segments, (indices, *input_ids.shape))
@@ -103,19 +103,19 @@ def shared_inputs(
     position_ids: torch.Tensor | None,
     prefix_grouper: PrefixGrouper | PackedLayout | ForwardContext,
 ) -> PackedInputs:
-    """Tokens that a ``prefix_grouper`` describes; positions (1, T) default to those of a layout."""
+    """Return the inputs for a ``prefix_grouper``; positions (1, T) default to the layout's."""
     if not isinstance(prefix_grouper, (ForwardContext, PackedLayout)):
         return _padded_groups(config, input_ids, attention_mask, position_ids, prefix_grouper)
     if attention_mask is not None:
-        raise ValueError("this prefix_grouper says which tokens exist: pass attention_mask=None with it")
+        raise ValueError("this prefix_grouper defines which tokens exist: pass attention_mask=None")
     if isinstance(prefix_grouper, ForwardContext):
         if position_ids is None or position_ids.shape != input_ids.shape:
-            raise ValueError("prepared tokens need position_ids of the shape of input_ids")
+            raise ValueError("a ForwardContext needs position_ids of the shape of input_ids")
         return PackedInputs(input_ids, position_ids, prefix_grouper)
     layout, kernel = prefix_grouper, kernel_of(config._attn_implementation, input_ids.device.type)
     for name, given in (("input_ids", input_ids), ("position_ids", position_ids)):
         if given is not None and given.shape != (1, layout.num_tokens):
-            raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
+            raise ValueError(f"prefix_grouper has {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
     return _over_ranks(input_ids, position_ids, PackedAttention(layout, kernel))
@@ -128,8 +128,8 @@ def _padded_groups(
     position_ids: torch.Tensor | None,
     grouper: PrefixGrouper,
 ) -> PackedInputs:
-    """Rows ``[prompt | response 1 | ... | padding]`` of upstream's grouper, one group a row, (B, S)."""
-    from prefix_grouper import PrefixGrouper  # needed by this mode alone
+    """Return (B, S) inputs of verl's own grouper: one group ``[prompt | response 1 | ... | padding]`` for each row."""
+    from prefix_grouper import PrefixGrouper  # only this mode needs the package
 
     if not isinstance(grouper, PrefixGrouper):
         name = type(grouper).__qualname__
@@ -138,25 +138,25 @@ def _padded_groups(
     if input_ids.shape != padding_mask.shape:
         raise ValueError(
             f"prefix_grouper describes {padding_mask.shape[0]} groups of up to {padding_mask.shape[1]} tokens, but "
-            f"input_ids is {tuple(input_ids.shape)}; build input_ids with prefix_grouper.concat_input"
+            f"input_ids is {tuple(input_ids.shape)}; make input_ids with prefix_grouper.concat_input"
         )
     if attention_mask is not None and not torch.equal(attention_mask.bool(), padding_mask.to(attention_mask.device)):
         raise ValueError("attention_mask differs from prefix_grouper.padding_mask: group sizes do not match the batch")
     if position_ids is None or position_ids.shape != input_ids.shape:
         raise ValueError(
-            "a PrefixGrouper needs position_ids of the shape of input_ids, in which every response continues its "
-            "prompt; verl.trainer.ppo.prefix_grouper_utils.build_position_ids_for_prefix_grouper makes them"
+            "a PrefixGrouper needs position_ids of the shape of input_ids; make them with "
+            "verl.trainer.ppo.prefix_grouper_utils.build_position_ids_for_prefix_grouper"
         )
     if get_ulysses_sequence_parallel_world_size() > 1:
         raise ValueError(
-            "a PrefixGrouper's padded groups cannot be spread over a Ulysses group; pass a PackedLayout "
-            "(use_remove_padding=True) or set ulysses_sequence_parallel_size=1"
+            "a PrefixGrouper's padded groups do not support Ulysses; pass a PackedLayout (use_remove_padding=True) or "
+            "set ulysses_sequence_parallel_size=1"
         )
     kernel = kernel_of(config._attn_implementation, input_ids.device.type)
     return PackedInputs(input_ids, position_ids, PaddedGroupsAttention(grouper, kernel))
 
 
-@cache  # selecting reads the metadata of packages
+@cache  # select_kernel reads package metadata
 def kernel_of(implementation: str, device_type: str) -> Kernel:
     if implementation not in KERNEL_NAMES:
         raise ValueError(
@@ -178,7 +178,7 @@ def _over_ranks(
 
 
 class PackedAttentionMixin(nn.Module):
-    """In front of transformers' attention of Llama or Qwen3: with a ``prefix_grouper``, over shared prefixes."""
+    """Mixin for transformers' attention of Llama or Qwen3: with a ``prefix_grouper``, attend over shared prefixes."""
 
     def forward(
         self: Any,
@@ -188,7 +188,7 @@ class PackedAttentionMixin(nn.Module):
         prefix_grouper: ForwardContext | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, T, hidden size) to the same and, without a grouper, transformers' attention weights."""
+        """Return (B, T, hidden size) and, without a grouper, transformers' attention weights."""
         if prefix_grouper is None:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -207,7 +207,7 @@ class PackedAttentionMixin(nn.Module):
 class PackedInputsMixin:
     """Mixin for a ``PreTrainedModel`` with a decoder ``model`` and a language-model head.
 
-    The decoder must pass ``prefix_grouper`` down to its attention layers and take ``NO_MASK`` for its mask.
+    The decoder must pass ``prefix_grouper`` to its attention layers and accept ``NO_MASK`` as mask.
     """
 
     config: Any
@@ -238,26 +238,20 @@ class PackedInputsMixin:
         """Compute logits (values, for a value model). B sequences, S padded length, T packed tokens.
 
         A 2-D ``attention_mask`` without a cache packs the batch: the decoder and the head run on valid tokens only,
-        spread over verl's Ulysses group where one is set. With a cache, ``inputs_embeds`` or a mask of another rank
-        the forward is transformers' own.
+        sliced for verl's Ulysses group if there is one. With a cache, ``inputs_embeds`` or another mask, the forward
+        is transformers' own.
 
         Args:
             input_ids: (B, S), or (1, T) tokens of a layout.
-            attention_mask: (B, S), 1 at valid tokens; valid tokens are consecutive.
-            position_ids: like ``input_ids``; derived from the mask or the layout if left out.
-            use_cache: None asks for no cache when the batch is packed.
+            attention_mask: (B, S), 1 at valid tokens, which are consecutive.
+            position_ids: like ``input_ids``; by default from the mask or the layout.
             logits_to_keep: the last n positions, or indices of positions; 0 for all.
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
-                groups. ``PackedLayout``: packed tokens. ``ForwardContext``: tokens, or this rank's slice of them,
-                that the caller prepared; they are run as they are.
-            cache: ``past_key_values``, as transformers calls them since 5.24.
+                groups. ``PackedLayout``: packed tokens. ``ForwardContext``: tokens as prepared by the caller.
+            cache: name of ``past_key_values`` since transformers 5.24.
 
         Returns:
-            ``logits`` (B, S, V) on the caller's positions, zero at padding; (1, T, V) for packed tokens.
-
-        Raises:
-            ValueError: mask, positions, grouper, cache or options that contradict each other.
-            TypeError: ``prefix_grouper`` is of another type.
+            ``logits`` (B, S, V) at the caller's positions, zero at padding; (1, T, V) for packed tokens.
         """
         past_key_values = cache if past_key_values is None else past_key_values
         cached = bool(use_cache) or past_key_values is not None
@@ -274,11 +268,8 @@ class PackedInputsMixin:
         if inputs.prefix_grouper is not None:
             use_cache = False
             names = ("output_attentions", "output_hidden_states")
-            if asked := [name for name in names if kwargs.get(name, getattr(self.config, name))]:
-                raise ValueError(
-                    f"{' and '.join(asked)} would be in packed order, which no caller can read; "
-                    "ask with use_cache=True, which does not pack"
-                )
+            if requested := [name for name in names if kwargs.get(name, getattr(self.config, name))]:
+                raise ValueError(f"{' and '.join(requested)} would be in packed order; use_cache=True does not pack")
 
         outputs = self.model(
             input_ids=inputs.input_ids,
@@ -297,21 +288,16 @@ class PackedInputsMixin:
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE: getattr(outputs, CACHE)},
-        )
+        rest = {name: getattr(outputs, name) for name in ("hidden_states", "attentions", CACHE)}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **rest)
 
 
 class ValueHeadMixin:
-    """In front of a model with ``PackedInputsMixin``: a head of one value a token in place of logits."""
+    """Mixin before ``PackedInputsMixin``: a head of one value per token replaces the LM head."""
 
     def _init_head(self, config: Any) -> None:
         self.score = nn.Linear(config.hidden_size, 1)
-        self._tied_weights_keys = None  # there is no LM head that could share the embedding's weight
+        self._tied_weights_keys = None  # no LM head that shares the embedding's weight
 
     def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.score(hidden_states)

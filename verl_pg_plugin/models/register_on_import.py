@@ -1,4 +1,4 @@
-"""Calls ``register`` when imported: for ``actor_rollout_ref.model.external_lib``, which verl imports in its workers."""
+"""Calls ``register`` on import, for ``actor_rollout_ref.model.external_lib``, which verl's workers import."""
 
 from verl_pg_plugin.models import register
 

@@ -1,7 +1,7 @@
-"""Packing samples into rows of one fixed length.
+"""Packing of samples into rows of a fixed length.
 
-A row has `pack_num` slots. A sample's slot holds its tokens and one EOS; the slot of the row's last sample also
-holds the row's padding; every missing sample has a dummy slot of one EOS.
+A row has `pack_num` slots. A sample's slot holds its tokens and one EOS; the last sample's slot also holds the row's
+padding; every missing sample has a dummy slot of one EOS.
 """
 
 import logging
@@ -18,7 +18,7 @@ Sample = TypeVar("Sample", bound=Mapping[str, Any])
 
 
 class _Tokens(NamedTuple):
-    """A sample without its padding."""
+    """A sample without padding."""
 
     ids: np.ndarray
     response_mask: np.ndarray
@@ -35,25 +35,22 @@ def pack_grpo_data(
     seq_length: int,
     pad_token_id: int,
 ) -> list[dict[str, np.ndarray]]:
-    """Strip a batch of its padding and pack it, in order, into rows of `seq_length` tokens.
+    """Remove a batch's padding and pack it, in order, into rows of `seq_length` tokens.
 
     A sample runs from the first set position of its prompt mask to the last set position of its response mask.
-    Samples whose prompt or response mask is empty are dropped, with one warning for each of the two reasons.
+    Samples whose prompt or response mask is empty are dropped with a warning.
 
     Args:
         prompt_completion_ids: (bs, seq) integer token ids.
         prompts_mask: (bs, seq) 0/1 or bool, 1 on prompt tokens.
-        responses_mask: the same of response tokens.
+        responses_mask: the same for response tokens.
         advantages: bs numbers, of any shape.
-        pack_num: most samples a row holds.
-        seq_length: tokens in a packed row; may be any size the samples fit.
-        pad_token_id: written after every sample, as padding and in dummies (the tokenizer's EOS).
+        pack_num: maximum number of samples in a row.
+        seq_length: tokens in a row.
+        pad_token_id: the tokenizer's EOS, which ends samples and fills padding and dummies.
 
     Returns:
-        One dict a packed row, as `pack_grouped_data` returns it.
-
-    Raises:
-        ValueError: ragged or unequal shapes, `pack_num < 1`, or a sample without tokens or that does not fit a row.
+        One dict for each row, as `pack_grouped_data` returns it.
     """
     ids = _matrix("prompt_completion_ids", prompt_completion_ids)
     prompt_mask = _matrix("prompts_mask", prompts_mask)
@@ -83,14 +80,10 @@ def pack_grpo_data(
 def create_pack_group(samples: Sequence[Sample], pack_num: int, seq_length: int) -> list[list[Sample]]:
     """Cut a list of samples, in order, into packs that fit one row each.
 
-    A new pack starts when the current one holds `pack_num` samples, or when its samples (each plus one EOS) plus
-    one slot for every sample still missing to `pack_num` would exceed `seq_length`.
+    A pack has at most `pack_num` samples, whose tokens plus one EOS for each of `pack_num` slots fit `seq_length`.
 
     Args:
         samples: mappings with integers `prompt_start_idx` and `response_end_index` (both inclusive); not copied.
-
-    Raises:
-        ValueError: `pack_num < 1`, a sample without tokens, or one that does not fit a row by itself.
     """
     num_tokens = [int(sample["response_end_index"]) + 1 - int(sample["prompt_start_idx"]) for sample in samples]
     bounds = _pack_bounds(num_tokens, pack_num, seq_length, range(len(samples)))
@@ -105,8 +98,8 @@ def pack_grouped_data(
     Args:
         pack_list: 1 to `pack_num` mappings with `prompt_completion_ids` and `response_mask` (1-D, equally long),
             `advantage` (a number), `prompt_start_idx` and `response_end_index` (both inclusive).
-        pack_num: samples a row holds once dummies are added.
-        seq_length: as of `pack_grpo_data`, like `pad_token_id`.
+        pack_num: slots of the row, dummies included.
+        seq_length: as in `pack_grpo_data`, like `pad_token_id`.
 
     Returns:
         `prompt_completion_ids` (seq_length,) int64;
@@ -115,9 +108,6 @@ def pack_grouped_data(
         `sample_index` (seq_length,) int64, the slot of each token; padding belongs to the last sample;
         `actual_sequence_length` (pack_num,) int64, cumulative ends of the slots, the last one `seq_length`;
         `sample_valid_length` (pack_num,) int64, response tokens of each sample, 1 for a dummy.
-
-    Raises:
-        ValueError: an empty or overfull `pack_list`, ragged or out-of-range samples, or samples that do not fit.
     """
     if not 1 <= len(pack_list) <= pack_num:
         raise ValueError(f"a pack needs at least 1 and at most pack_num={pack_num} samples, got {len(pack_list)}")
@@ -133,23 +123,19 @@ def pack_grouped_data(
 
 
 def pad_sequence_to_length(sequence: ArrayLike, target_length: int, pad_value: float) -> np.ndarray:
-    """`sequence` (1-D) with `pad_value` appended up to `target_length`; the dtype is kept.
-
-    Raises:
-        ValueError: `sequence` is not 1-D or is longer than `target_length`.
-    """
+    """Return `sequence` (1-D) padded with `pad_value` to `target_length`, in its dtype."""
     array = np.asarray(sequence)
     if array.ndim != 1:
         raise ValueError(f"sequence must be 1-D, got shape {array.shape}")
     if len(array) > target_length:
         raise ValueError(f"a sequence of {len(array)} cannot be padded to {target_length}: it would lose tokens")
-    padded = np.full(target_length, pad_value, dtype=array.dtype)  # an error for a value that the dtype does not hold
+    padded = np.full(target_length, pad_value, dtype=array.dtype)  # raises if the dtype cannot hold the value
     padded[: len(array)] = array
     return padded
 
 
 def _fill_row(samples: list[_Tokens], pack_num: int, seq_length: int, pad_token_id: int) -> dict[str, np.ndarray]:
-    """One row of samples that fit it."""
+    """Return one row of samples that fit it."""
     ids = np.full(seq_length, pad_token_id, dtype=np.int64)
     mask, slots = np.zeros(seq_length, dtype=np.int64), np.empty(seq_length, dtype=np.int64)
     advantages = np.zeros(seq_length)
@@ -187,17 +173,17 @@ def _tokens(sample: Mapping[str, Any]) -> _Tokens:
         )
     if first < 0 or last >= len(ids):
         raise ValueError(
-            f"prompt_start_idx {first} and response_end_index {last} must lie inside a sequence of {len(ids)} tokens"
+            f"prompt_start_idx {first} and response_end_index {last} must be inside a sequence of {len(ids)} tokens"
         )
     return _Tokens(ids[first : last + 1], mask[first : last + 1], float(sample["advantage"]))
 
 
 def _pack_bounds(num_tokens: list[int], pack_num: int, seq_length: int, names: Sequence[int]) -> list[int]:
-    """First sample of every pack, then the number of samples; `names` are what errors call them."""
+    """Return the first sample of every pack, then the number of samples; errors use `names`."""
     _check_samples_fit(num_tokens, pack_num, seq_length, names)
     bounds, tokens_in_pack = [0], 0
     for sample, tokens in enumerate(num_tokens):
-        # Besides tokens a row holds one EOS for each of its pack_num slots, dummies included.
+        # A row also holds one EOS for each of its pack_num slots, dummies included.
         if sample - bounds[-1] == pack_num or tokens_in_pack + tokens + pack_num > seq_length:
             bounds.append(sample)
             tokens_in_pack = 0
@@ -220,7 +206,7 @@ def _check_samples_fit(num_tokens: list[int], pack_num: int, seq_length: int, na
 
 
 def _matrix(name: str, values: ArrayLike) -> np.ndarray:
-    matrix = np.asarray(values)  # raises ValueError where rows are ragged
+    matrix = np.asarray(values)  # raises ValueError for ragged rows
     if matrix.ndim != 2 or matrix.shape[1] == 0:
         raise ValueError(f"{name} must have shape (bs, seq) with seq >= 1, got {matrix.shape}")
     return matrix

@@ -1,4 +1,4 @@
-"""Sum of a batch's values per segment, every row by itself."""
+"""Sum of values per segment, for each row of a batch."""
 
 from typing import TypeVar
 
@@ -11,9 +11,9 @@ Array = TypeVar("Array", torch.Tensor, np.ndarray)
 def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: int) -> Array:
     """`output[b, s]` = sum of `values[b, t]` over all `t` with `segment_ids[b, t] == s`.
 
-    For tensors (CPU and GPU, differentiable in `values`, any number of times) and for NumPy arrays.
-    float16 and bfloat16 values are summed in float32 and rounded once, other dtypes in themselves. On a GPU floats are
-    added atomically, in any order. Ids are always checked, which on a GPU costs one synchronisation.
+    For tensors (CPU and GPU, differentiable in `values` any number of times) and NumPy arrays. float16 and bfloat16
+    values are summed in float32 and rounded once, other dtypes in their own precision. On a GPU floats are added
+    atomically in no fixed order, and checking ids (IndexError) costs one synchronisation.
 
     Args:
         values: (bs, seq), a floating or integer dtype.
@@ -21,11 +21,6 @@ def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: 
 
     Returns:
         (bs, num_segments) of `values`' dtype, on its device; 0 for a segment without tokens.
-
-    Raises:
-        IndexError: a segment id out of range; the GPU stays usable.
-        TypeError: values that are neither floating nor integer, ids that are not integer, or tensors mixed with arrays.
-        ValueError: shapes that are not one (bs, seq), tensors on two devices, or `num_segments < 1`.
     """
     if isinstance(values, np.ndarray) and isinstance(segment_ids, np.ndarray):
         return batch_unsorted_segment_sum(_as_tensor(values), _as_tensor(segment_ids), num_segments).numpy()
@@ -40,14 +35,14 @@ def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: 
     summands = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
     try:
         sums = summands.new_zeros(len(values), num_segments).scatter_add_(1, segment_ids.long(), summands)
-    except RuntimeError:  # On a CPU scatter_add_ itself refuses an id out of range, which saves a pass over the ids.
+    except RuntimeError:  # on a CPU scatter_add_ checks the ids itself
         _check_id_range(segment_ids, num_segments)
         raise
     return sums.to(values.dtype)
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
-    # torch shares memory with writable arrays of non-negative strides and native byte order; others are copied.
+    # torch needs writable arrays of non-negative strides and native byte order; others are copied.
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(np.require(native, requirements=["C", "W"]))
 
@@ -74,6 +69,6 @@ def _check_id_range(segment_ids: torch.Tensor, num_segments: int) -> None:
     lowest, highest = torch.stack(torch.aminmax(segment_ids)).tolist()
     if lowest < 0 or highest >= num_segments:
         raise IndexError(
-            f"segment_ids lie in [{lowest}, {highest}], but num_segments={num_segments} allows only "
+            f"segment_ids are in [{lowest}, {highest}], but num_segments={num_segments} allows only "
             f"[0, {num_segments - 1}]: raise num_segments, or correct the ids"
         )

@@ -1,18 +1,18 @@
-"""Rollouts that share prompts: a router, decode that reads a shared prefix once, and a sampler that does not wait."""
+"""Rollouts that share prompts: a router, shared decode in vLLM and a replay buffer with a short poll interval."""
 
 from packaging.specifiers import SpecifierSet
 
 SHARED_DECODE = "verl_pg_plugin_shared_decode"
-"""Key of vLLM's ``additional_config`` that switches shared decode on."""
+"""Key of vLLM's ``additional_config`` that enables shared decode."""
 VLLM_VERSIONS = SpecifierSet(">=0.24,<0.25")
 """Versions whose attention backend ``shared_decode`` extends."""
 
 
 def register_with_vllm() -> None:
-    """Let vLLM build our backend in place of its FlashAttention one; vLLM calls this in each of its processes.
+    """Replace vLLM's FlashAttention backend by ours; vLLM calls this in each of its processes.
 
-    Without ``SHARED_DECODE`` in the engine's ``additional_config`` our backend runs vLLM's own code. Other platforms,
-    other versions of vLLM and a backend that somebody else has registered are left alone.
+    Without ``SHARED_DECODE`` in ``additional_config``, ours runs vLLM's code. Nothing is replaced on other platforms
+    and vLLM versions, or if another plugin has replaced the backend.
     """
     import vllm
     from vllm.platforms import current_platform

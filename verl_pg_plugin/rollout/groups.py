@@ -1,8 +1,8 @@
 """Find requests that share prefix blocks, from the block tables of a decode batch, on the device and without a sync.
 
-vLLM's prefix caching gives equal prefixes equal blocks, and a block's id stands for all tokens up to its end. So the
-leading blocks of a request that other requests name too are its shared prefix, and requests whose last shared block is
-the same read the same prefix. Where prefixes form a tree, requests share the deepest level alone.
+With vLLM's prefix caching, equal blocks mean equal tokens up to the block's end. A request's shared prefix is its
+leading blocks that other requests have too. Requests with the same last shared block form a group. If prefixes form a
+tree, only its deepest level is shared.
 """
 
 from typing import NamedTuple
@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 
 NUM_COUNTERS = 1 << 20
-"""Blocks are counted modulo this. A collision separates requests that share; it never joins others."""
+"""Blocks are counted modulo this. A collision can only split a group, never join two."""
 SPLIT_TOKENS = 2048
-"""Tokens that each program must read before there are twice as many work items as programs."""
+"""Tokens for each program from which on there are twice as many work items as programs."""
 
 
 class Groups(NamedTuple):
-    """Groups of a decode batch of R requests, each (R,) int32. A group is named by its first request, its leader.
+    """Groups of a decode batch of R requests, each (R,) int32. A group's leader is its first request.
 
-    Work items, which are read by leader, are splits of a prefix for tiles of the group's requests.
+    A work item is a split of the prefix and a tile of the group's requests; they are stored at the leader's index.
     """
 
     size: torch.Tensor  # requests of the group
@@ -42,22 +42,22 @@ def find_groups(
     num_programs: int,
     min_saved_tokens: int,
 ) -> tuple[Groups, torch.Tensor, torch.Tensor]:
-    """Return the groups of a decode batch, and lengths (R,) and block table (R, M) of what is left of each request.
+    """Return the groups of a decode batch, and lengths (R,) and block table (R, M) of each request without its prefix.
 
     Args:
         block_table: (R, M) int32, the blocks of each request; entries after its last block are ignored.
-        seq_lens: (R,) int32, tokens of each request with the one it computes now; 0 for a padded row.
+        seq_lens: (R,) int32, tokens of each request, the current one included; 0 for a padded row.
         block_size: tokens of a block.
         requests_per_tile: requests of a work item.
         tile_tokens: multiple to which tokens of a split are rounded up.
         num_programs: work items that run at once, for one key/value head.
-        min_saved_tokens: nothing is shared where the batch would save fewer reads than these.
+        min_saved_tokens: nothing is shared if the batch would save fewer token reads.
     """
     R, M = block_table.shape
     column = torch.arange(M, device=block_table.device)
     row = torch.arange(R, device=block_table.device)
 
-    # A token that is computed now is in no shared block.
+    # The current token is in no shared block.
     is_full = column < ((seq_lens - 1).clamp(min=0) // block_size)[:, None]
     counter = torch.where(is_full, block_table, row[:, None] * M + column).long() % NUM_COUNTERS  # spreads zeros
     uses = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=block_table.device)
@@ -74,7 +74,7 @@ def find_groups(
     by_group = leader * R + row
     place = (by_group < by_group[:, None]).sum(1)
 
-    # Splits make work items as many as programs, or twice as many, and even.
+    # Split prefixes evenly into num_programs work items, or twice as many.
     tiles = _ceil_div(size, requests_per_tile)
     read = torch.where(is_leader, tiles * prefix, 0).sum().clamp(min=1)
     programs = num_programs * (read // (num_programs * SPLIT_TOKENS)).clamp(1, 2)

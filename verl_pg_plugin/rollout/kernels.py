@@ -1,8 +1,8 @@
-"""Attention of decode queries to the prefixes of their groups, and its merge with attention to the rest, in Triton.
+"""Triton kernels: attention of decode queries to shared prefixes, and its merge with attention to the rest.
 
-Both kernels run inside vLLM's CUDA graphs: grids depend on no value of a batch, and work is read from ``Groups``.
+Both run inside vLLM's CUDA graphs: grids do not depend on a batch's values, and work is read from ``Groups``.
 
-Shapes: R requests, H query heads, G key/value heads, D numbers a head, S splits of all requests.
+Shapes: R requests, H query heads, G key/value heads, D head size, S splits of all requests.
 """
 
 from typing import NamedTuple
@@ -16,11 +16,9 @@ from verl_pg_plugin.rollout.groups import Groups
 BLOCK_M = 64
 """Queries of a work item: all query heads of one key/value head, of several requests."""
 BLOCK_N = 64
-"""Keys of a step; splits are multiples of it."""
-NUM_STAGES = 3
-"""Steps whose keys and values are being loaded."""
-HEADS = 4
-"""Query heads that a program merges."""
+"""Keys of a loop step; splits are multiples of it."""
+NUM_STAGES = 3  # of the software pipeline that loads keys and values
+HEADS = 4  # query heads that a program merges
 
 
 class Partials(NamedTuple):
@@ -38,7 +36,7 @@ def _attend_prefixes(
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUPS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every ``num_programs(0)``-th work item of one key/value head."""
+    """Compute every ``num_programs(0)``-th work item of one key/value head."""
     PER_TILE: tl.constexpr = BLOCK_M // RATIO
     every = tl.arange(0, GROUPS)
     starts = tl.load(first_items + every, mask=every < num_requests, other=2**31 - 1)
@@ -85,7 +83,7 @@ def _merge_splits(
     output, output_row, output_head, lse, lse_head, lse_row, split_output, split_lse, num_splits, first_splits,
     num_heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Each program merges some heads of one request; nothing is written where the request shares nothing."""
+    """Merge ``HEADS`` heads of one request; write nothing if the request has no shared prefix."""
     request = tl.program_id(0)
     splits = tl.load(num_splits + request)
     if splits == 0:
@@ -127,8 +125,8 @@ def attend_prefixes(
 
     Args:
         key_cache, value_cache: (blocks, tokens of a block, G, D), contiguous in D.
-        block_table_RM: blocks of whole requests; the row of a group's leader is read.
-        num_programs: that share the work items of a key/value head.
+        block_table_RM: blocks of whole requests; the leader's row is read.
+        num_programs: programs for each key/value head.
         max_requests: of any batch, so that all batches run the same kernel.
     """
     num_heads, head_dim = query_RHD.shape[1:]
@@ -142,10 +140,7 @@ def attend_prefixes(
 
 
 def merge_splits(output_RHD: torch.Tensor, lse_HR: torch.Tensor, groups: Groups, partials: Partials) -> None:
-    """Add attention to prefixes to ``output``, attention to the rest of each request, in place and in float32.
-
-    ``lse_HR`` is the log-sum-exp of the rest.
-    """
+    """Merge attention to prefixes into ``output``, attention to the rest, whose log-sum-exp is ``lse_HR``."""
     num_heads, head_dim = output_RHD.shape[1:]
     _merge_splits[len(groups.order), triton.cdiv(num_heads, HEADS)](
         output_RHD, *output_RHD.stride()[:2], lse_HR, *lse_HR.stride(), *partials, groups.num_splits,

@@ -1,7 +1,7 @@
-"""verl's replay buffer, which looks for finished responses every 0.1 s in place of every 2 s.
+"""verl's replay buffer with a poll interval of 0.1 s instead of 2 s.
 
-``trainer.v1.sampler.custom_sampler`` names ``prompt_replay_buffer``;
-``+trainer.v1.sampler.sampler_kwargs.poll_interval`` sets other seconds.
+Set ``prompt_replay_buffer`` as ``trainer.v1.sampler.custom_sampler``;
+``+trainer.v1.sampler.sampler_kwargs.poll_interval`` sets another interval in seconds.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 
 def prompt_replay_buffer(**kwargs: Any) -> ReplayBuffer:
-    """Return the replay buffer of a trainer mode; ``kwargs`` is what verl's trainer gives to a custom sampler."""
+    """Return the replay buffer of a trainer mode; verl's trainer passes ``kwargs`` to a custom sampler."""
     poll_interval = kwargs["sampler_kwargs"].get("poll_interval", 0.1)
     buffer_cls = ReplayBuffer if kwargs["trainer_mode"] == "sync" else ReplayBufferAsync
     return buffer_cls(**kwargs, poll_interval=poll_interval)

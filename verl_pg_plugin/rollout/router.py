@@ -1,7 +1,7 @@
 """Router that sends the samples of a prompt to one server, which prefills and stores the prompt once.
 
 verl's own router sends each new request to the server with the fewest requests, so n samples reach up to n servers.
-This one implements the same protocol, ``verl.workers.rollout.router.RequestLoadBalancer``.
+Both implement ``verl.workers.rollout.router.RequestLoadBalancer``.
 """
 
 from collections import Counter
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 from cachetools import LRUCache
 
 SEQUENCE_TOKENS = 1024
-"""Load of a request besides its prompt, in prompt tokens. A sequence adds 0.055 ms to a decode step (4B, one H200), a
-prompt token 1/1,034 of that: 0.29 ms / 8,192 to read it, and 1 s / 55,000 / 1,024 steps to prefill it."""
+"""Load of a request without its prompt, in prompt tokens. A sequence adds 0.055 ms to a decode step (4B, one H200). A
+prompt token adds 1/1,034 of that: 0.29 ms / 8,192 to read it, and 1 s / 55,000 / 1,024 steps to prefill it."""
 GROUP_SEQUENCES = 16
-"""Sequences by which a home of a prompt may lead the least loaded server, in addition to the prompt's own tokens.
-Simulated with tests/rollout/simulation.py: from 12 to 32, times differ by less than 2%; 4 prefills a third more."""
+"""Sequences by which a home may exceed the least loaded server, in addition to the prompt's tokens. In
+tests/rollout/simulation.py, times differ by less than 2% from 12 to 32; 4 prefills a third more tokens."""
 CACHE_SIZE = 100_000  # sessions and prompts; verl's router keeps 10,000 sessions, fewer than a large batch has
 
 
 class Prompt(NamedTuple):
-    """Prompt of a session's first turn. Without token ids it has no tokens and equals no other."""
+    """Prompt of a session's first turn. Without token ids it has 0 tokens and equals no other prompt."""
 
     key: Hashable
     tokens: int
@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
 
 @dataclass(eq=False)
 class Server:
-    """A server from ``add_servers`` to ``remove_servers``. Added again, it is a new one with an empty prefix cache."""
+    """A server from ``add_servers`` to ``remove_servers``. If added again, it is new, with an empty prefix cache."""
 
     name: str
     handle: Any
@@ -51,7 +51,7 @@ class Server:
         self.requests[prompt] += 1
 
     def finish(self, request_id: Hashable) -> None:
-        """Subtract what ``start`` added. A request that is not running changes nothing."""
+        """Subtract the load that ``start`` added; ignore a request that is not running."""
         if turns := self.running.get(request_id):
             prompt = turns.pop()
             self.requests[prompt] -= 1
@@ -65,8 +65,8 @@ class Server:
 class PromptRouter:
     """Sends a known request id to its server, and a new one to a home of its prompt or to the least loaded server.
 
-    Homes are the servers that prefilled a prompt. They are forgotten whenever no request is in flight: a synchronous
-    trainer changes weights then, which empties prefix caches. Images are no part of a prompt's key.
+    Homes are the servers that prefilled a prompt. They are cleared whenever no request is in flight: a synchronous
+    trainer then changes weights, which empties prefix caches. A prompt's key does not include images.
     """
 
     def __init__(self, servers: dict[str, Any], yaml_config: dict[str, Any]) -> None:
@@ -86,8 +86,8 @@ class PromptRouter:
     def acquire_server(self, request_id: Hashable, prompt_ids: Any = None, **extra: Any) -> tuple[str, Any]:
         """Return the server's id and handle for a request, and count the request until ``release_server``."""
         if not self._servers:
-            raise RuntimeError("No available servers in load balancer")  # verl's client retries on these words
-        # Kept by clear_sticky_cache: an aborted request resumes with its response appended to its prompt.
+            raise RuntimeError("No available servers in load balancer")  # verl's client retries on this message
+        # clear_sticky_cache keeps this: an aborted request resumes with its response appended to its prompt.
         prompt = self._prompt_of.setdefault(request_id, Prompt.of(prompt_ids))
         server = self._server_of.get(request_id)
         if server is None or self._servers.get(server.name) is not server:
@@ -97,7 +97,7 @@ class PromptRouter:
         return server.name, server.handle
 
     def _choose(self, prompt: Prompt) -> Server:
-        """Return the server of a new request, and count the tokens that it prefills."""
+        """Return the server of a new request and count the tokens that it prefills."""
         servers, known = list(self._servers.values()), self._homes.get(prompt, ())
         chosen = least = min(servers, key=lambda server: server.load)
         if homes := [server for server in servers if server in known]:
@@ -124,27 +124,25 @@ class PromptRouter:
     def remove_servers(self, server_ids: list[str]) -> None:
         for name in server_ids:
             if server := self._servers.pop(name, None):
-                server.handle = None  # sessions remember the server, and a handle keeps its actor alive
+                server.handle = None  # sessions refer to the server, and a handle keeps its actor alive
 
     def clear_sticky_cache(self) -> dict[str, Any]:
-        """Forget the servers of sessions and prompts. A session's prompt is kept, so that its siblings meet again."""
+        """Clear the servers of sessions and prompts; keep prompts, so that samples of a prompt meet again."""
         cleared = len(self._server_of)
         self._server_of.clear()
         self._homes.clear()
         return {"cleared_entries": cleared, "server_loads": self.get_status()["servers"]}
 
     def take_metrics(self) -> dict[str, float]:
-        """Return how prompts were shared since the last call, for verl's metrics; empty without a prompt."""
+        """Return metrics of prompt sharing since the last call; empty without a prompt."""
         counts, self._counts = self._counts, Counter()
-        return (
-            {
-                "prefix_grouper/rollout/prefilled_over_distinct": counts["prefilled_tokens"] / counts["prompt_tokens"],
-                "prefix_grouper/rollout/servers_per_prompt": counts["homes"] / counts["prompts"],
-                "prefix_grouper/rollout/requests_per_group": counts["requests"] / counts["homes"],
-            }
-            if counts["prompt_tokens"] and counts["homes"]
-            else {}
-        )
+        if not (counts["prompt_tokens"] and counts["homes"]):
+            return {}
+        return {
+            "prefix_grouper/rollout/prefilled_over_distinct": counts["prefilled_tokens"] / counts["prompt_tokens"],
+            "prefix_grouper/rollout/servers_per_prompt": counts["homes"] / counts["prompts"],
+            "prefix_grouper/rollout/requests_per_group": counts["requests"] / counts["homes"],
+        }
 
     def get_all_servers(self) -> list[str]:
         return list(self._servers)

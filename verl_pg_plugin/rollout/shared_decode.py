@@ -1,11 +1,10 @@
-"""vLLM's FlashAttention backend, in which decode reads the prefix that requests share once for each group of them.
+"""vLLM's FlashAttention backend with shared decode: each group of requests reads its shared prefix once.
 
-In a decode batch ``kernels.attend_prefixes`` reads each group's prefix once, FlashAttention 3 attends to the rest of
-each request, and ``kernels.merge_splits`` joins both. The first layer of a step computes groups from block
-tables (``groups.find_groups``), within vLLM's CUDA graph. All other batches run as in vLLM.
+In a decode batch ``kernels.attend_prefixes`` reads each group's prefix, FlashAttention 3 attends to the rest of each
+request, and ``kernels.merge_splits`` merges both. A step's first layer computes groups from block tables
+(``groups.find_groups``), within vLLM's CUDA graph. All other batches run as in vLLM.
 
-vLLM builds this backend where it would build its own FlashAttention (``rollout.register_with_vllm``), and it shares
-where the engine's ``additional_config`` says so.
+``rollout.register_with_vllm`` registers the backend; the engine's ``additional_config`` enables sharing.
 """
 
 from dataclasses import dataclass
@@ -32,12 +31,12 @@ from verl_pg_plugin.rollout.groups import Groups, find_groups, max_splits
 from verl_pg_plugin.rollout.kernels import BLOCK_M, BLOCK_N, Partials, attend_prefixes, merge_splits
 
 MIN_SAVED_BYTES = 16 << 20
-"""Reads of keys and values that a layer must save in a step; with fewer, nothing is shared."""
+"""Bytes of keys and values that a layer must save in a step; with fewer, nothing is shared."""
 MIN_EAGER_BYTES = 1 << 30
-"""Keys and values that a layer reads in stock vLLM, for a batch larger than any CUDA graph to be shared. The host takes
-0.28 ms a layer to launch the additional kernels (one H200), in which the GPU reads as much."""
+"""Bytes of keys and values that a layer must read in stock vLLM to share a batch larger than any CUDA graph. Launching
+the additional kernels takes 0.28 ms a layer (one H200), in which the GPU reads as much."""
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers belong to its own loggers
+logger = init_logger(f"vllm.{__name__}")  # vLLM's log handlers serve only loggers below "vllm"
 
 
 class SharedDecodeBackend(FlashAttentionBackend):
@@ -52,7 +51,7 @@ class SharedDecodeBackend(FlashAttentionBackend):
 
 @dataclass(kw_only=True)
 class SharedDecodeMetadata(FlashAttentionMetadata):
-    """Metadata of a decode batch; its first layer computes the groups."""
+    """Metadata of a decode batch; the first layer computes the groups."""
 
     builder: "SharedDecodeBuilder"
     batch: CommonAttentionMetadata
@@ -66,7 +65,7 @@ class SharedDecodeMetadata(FlashAttentionMetadata):
 class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """A graph of ours is one of decode batches; all else runs as in vLLM's piecewise graphs."""
+        """Return decode only: other batches run in vLLM's piecewise graphs."""
         if obstacle_in_config(vllm_config):
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -91,7 +90,7 @@ class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
         self.partials = Partials(torch.empty(S, H, D, device=device), torch.empty(S, H, device=device))
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """vLLM's own sharing, of one prefix of the whole batch, runs without CUDA graphs."""
+        """Return False if decode is shared: vLLM's cascade attention needs one prefix and runs without CUDA graphs."""
         return bool(self.obstacle) and super().use_cascade_attention(*args, **kwargs)
 
     def build(
@@ -107,7 +106,7 @@ class SharedDecodeBuilder(FlashAttentionMetadataBuilder):
         return SharedDecodeMetadata(**vars(metadata), builder=self, batch=batch)
 
     def lay_out(self, batch: CommonAttentionMetadata) -> tuple[Groups, FlashAttentionMetadata]:
-        """Return groups, and metadata of the rest of each request. The shapes are those of the CUDA graph."""
+        """Return groups, and metadata of the rest of each request, in the CUDA graph's shapes."""
         groups, rest_lens, rest_blocks = self.find_groups(
             batch.block_table_tensor[: batch.num_reqs],
             batch.seq_lens[: batch.num_reqs],
@@ -153,7 +152,7 @@ def requests_shared_decode(config: VllmConfig) -> bool:
 
 
 def obstacle_in_config(config: VllmConfig) -> str:
-    """Return why no layer of an engine shares decode, or an empty string."""
+    """Return why no layer of an engine shares decode; empty if layers can."""
     cache = config.cache_config
     obstacles = {
         "not requested": not requests_shared_decode(config),
@@ -169,7 +168,7 @@ def obstacle_in_config(config: VllmConfig) -> str:
 
 
 def obstacle_in_layers(config: VllmConfig, names: list[str], heads: tuple[int, int, int]) -> str:
-    """Return why these layers do not share decode, or an empty string. ``heads``: (H, G, D) of the model's config."""
+    """Return why these layers do not share decode; empty if they can. ``heads``: (H, G, D) of the model's config."""
     for layer in get_layers_from_vllm_config(config, Attention, names).values():
         impl = layer.impl
         obstacles = {

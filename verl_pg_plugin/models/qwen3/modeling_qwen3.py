@@ -1,4 +1,4 @@
-"""Qwen3 that computes every shared prompt once and never a padding token.
+"""Qwen3 that computes every shared prompt once and no padding.
 
 Copy this file next to a Qwen3 checkpoint's ``config.json``, add
 
@@ -10,8 +10,7 @@ Copy this file next to a Qwen3 checkpoint's ``config.json``, add
 and load with ``trust_remote_code=True``; ``python -m verl_pg_plugin patch-model CHECKPOINT_DIR`` does both. The
 package verl_pg_plugin must be installed; weights and everything not defined here are those of transformers' Qwen3.
 
-``forward`` packs padded input, takes ``prefix_grouper`` and spreads tokens over a Ulysses group (see
-``PackedInputsMixin``).
+``PackedInputsMixin`` documents ``forward``.
 """
 
 from transformers import Qwen3Config
@@ -23,16 +22,16 @@ __all__ = ["Qwen3ForCausalLM", "Qwen3ForValue"]
 
 
 class Qwen3Attention(PackedAttentionMixin, qwen3.Qwen3Attention):
-    """Transformers' attention; with a ``prefix_grouper``, attention over shared prefixes."""
+    """transformers' attention; with a ``prefix_grouper``, attention over shared prefixes."""
 
 
 class Qwen3ForCausalLM(PackedInputsMixin, qwen3.Qwen3ForCausalLM):
-    """Qwen3 with a language-model head; ``forward`` is documented in ``PackedInputsMixin``."""
+    """Qwen3 with a language-model head."""
 
     _auto_class = "AutoModelForCausalLM"  # save_pretrained puts this file into the saved checkpoint
 
     def __init__(self, config: Qwen3Config) -> None:
-        # Past transformers' own constructor, which would build the LM head.
+        # Not transformers' own constructor, which would build the LM head.
         qwen3.Qwen3PreTrainedModel.__init__(self, config)
         self.model = qwen3.Qwen3Model(config)
         for layer_idx, layer in enumerate(self.model.layers):

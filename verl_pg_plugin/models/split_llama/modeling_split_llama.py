@@ -1,11 +1,10 @@
 """A causal LM of the first layers of one Llama and the last layers of another, joined by a trainable adapter.
 
-    tokens -> embedding and first layers (width of one model) -> adapter -> last layers, norm and head (of the other)
+    tokens -> embedding and first layers (of one model) -> adapter -> last layers, norm and head (of the other)
 
-``scripts/assemble_split_llama.py`` makes a checkpoint that carries this file from two Llama checkpoints; load it with
+``scripts/assemble_split_llama.py`` makes a checkpoint with this file from two Llama checkpoints; load it with
 ``trust_remote_code=True``. The package verl_pg_plugin must be installed. Layers, rotary embeddings and norms are
-transformers' Llama. ``forward`` packs padded input, takes ``prefix_grouper`` and spreads tokens over a Ulysses
-group (see ``PackedInputsMixin``).
+transformers' Llama. ``PackedInputsMixin`` documents ``forward``.
 """
 
 from typing import Any, ClassVar
@@ -24,7 +23,7 @@ __all__ = ["SplitLlamaConfig", "SplitLlamaForCausalLM", "SplitLlamaForValue", "S
 
 
 class SplitLlamaConfig(PretrainedConfig):
-    """Two Llama configs; ``num_hidden_layers`` of each counts the layers that are taken from it.
+    """Two Llama configs; ``num_hidden_layers`` of each is the number of layers taken from it.
 
     Args:
         first_config: embedding and lower layers, as ``LlamaConfig`` or its dict.
@@ -53,7 +52,7 @@ class SplitLlamaConfig(PretrainedConfig):
                 f"the two models must share a tokenizer: vocab_size is {first.vocab_size} and {last.vocab_size}"
             )
         self.first_config, self.last_config = first, last
-        # What code written for one-stack models reads: totals, and the widths of the stack that ends in the head.
+        # Code for ordinary models reads totals, and the sizes of the stack with the head.
         self.num_hidden_layers = first.num_hidden_layers + last.num_hidden_layers
         self.max_position_embeddings = min(first.max_position_embeddings, last.max_position_embeddings)
         widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -66,14 +65,14 @@ class SplitLlamaConfig(PretrainedConfig):
 
 
 class SplitLlamaAttention(PackedAttentionMixin, llama.LlamaAttention):
-    """Transformers' attention; with a ``prefix_grouper``, attention over shared prefixes."""
+    """transformers' attention; with a ``prefix_grouper``, attention over shared prefixes."""
 
 
 class SplitLlamaPreTrainedModel(llama.LlamaPreTrainedModel):
-    """Capabilities that transformers and FSDP ask a model for."""
+    """Capabilities that transformers and FSDP read."""
 
     config_class = SplitLlamaConfig
-    _supports_flex_attn = _can_compile_fullgraph = False  # which Llama has and no test covers
+    _supports_flex_attn = _can_compile_fullgraph = False  # Llama has both; no test covers them
     _can_record_outputs: ClassVar[dict[str, Any]] = {}
 
 
@@ -89,7 +88,6 @@ class Stack(nn.Module):
         self.rotary_emb = llama.LlamaRotaryEmbedding(config=config)
 
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """(B, T, hidden size of this stack) to the same."""
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         for layer in self.layers:
             hidden_states = layer(
@@ -103,7 +101,7 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
 
     def __init__(self, config: SplitLlamaConfig) -> None:
         super().__init__(config)
-        config._attn_implementation = config._attn_implementation  # the setter hands it on to the stacks' configs
+        config._attn_implementation = config._attn_implementation  # the setter also sets the stacks' configs
         first, last = config.first_config, config.last_config
         self.embed_tokens = nn.Embedding(first.vocab_size, first.hidden_size, config.pad_token_id)
         self.first = Stack(first, first_layer_idx=0)
@@ -121,7 +119,7 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states (B, T, hidden size of the last stack); arguments as in transformers' ``LlamaModel``."""
+        """Return (B, T, hidden size of the last stack); arguments as in transformers' ``LlamaModel``."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -135,13 +133,8 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
         if isinstance(attention_mask, dict):
             mask = attention_mask["full_attention"]
         else:
-            mask = create_causal_mask(
-                config=self.config,
-                inputs_embeds=hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                **{CACHE: cache},
-            )
+            inputs = {"inputs_embeds": hidden_states, "attention_mask": attention_mask, "position_ids": position_ids}
+            mask = create_causal_mask(config=self.config, **inputs, **{CACHE: cache})
         rest = {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, **kwargs}
         hidden_states = self.first(hidden_states, position_ids, **rest)
         hidden_states = self.last(self.adapter(hidden_states), position_ids, **rest)
@@ -150,7 +143,7 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
 
 
 class SplitLlamaForCausalLM(PackedInputsMixin, SplitLlamaPreTrainedModel, GenerationMixin):
-    """The split stack with a language-model head; ``forward`` is documented in ``PackedInputsMixin``."""
+    """Split Llama with a language-model head."""
 
     _auto_class = "AutoModelForCausalLM"
 
@@ -162,6 +155,6 @@ class SplitLlamaForCausalLM(PackedInputsMixin, SplitLlamaPreTrainedModel, Genera
 
 
 class SplitLlamaForValue(ValueHeadMixin, SplitLlamaForCausalLM):
-    """The split stack with one value per token as ``logits``."""
+    """Split Llama with one value per token as ``logits``."""
 
     _auto_class = "AutoModelForTokenClassification"
