@@ -1,4 +1,4 @@
-"""The options that the matrix runs, and the batch that it runs them on."""
+"""The options and the batch of the matrix."""
 
 import torch
 
@@ -12,7 +12,7 @@ CUT, TOKENS, HEAD, LAYERS, WEIGHTS = Place
 SAMPLES = [*MIXED, *group(11, [6], 9)]
 """Uneven groups of 4, 2, 1 and 1."""
 BUDGET = 60
-"""Tokens of a micro-batch where no option says otherwise: the groups fall into several."""
+"""Default token budget: several micro-batches."""
 TEMPERATURES = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.7])
 """One for each of the samples."""
 
@@ -134,7 +134,7 @@ HOW_WEIGHTS_ARE_KEPT = (
     Option(
         "FSDP1",
         f"{ACTOR}.strategy=fsdp",
-        set(Place),  # it has flat parameters, which compiled layers read
+        set(Place),  # compiled layers read its flat parameters
         engine={"strategy": "fsdp"},
         needs_gpu=True,
     ),
@@ -150,4 +150,4 @@ def case_of(*names: str) -> Case:
 
 
 DEFAULT = case_of("FSDP2")
-"""What every case has on already."""
+"""The case without options."""

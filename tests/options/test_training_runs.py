@@ -1,4 +1,4 @@
-"""Options through verl's trainer: two steps each of the example, with all that Ray, TransferQueue and Hydra add."""
+"""Options through verl's trainer: two steps of the example, with Ray, TransferQueue and Hydra."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the example with these options of the matrix, and with overrides that come behind theirs."""
+    """A run of the example with these options of the matrix, and with further overrides after theirs."""
 
     options: tuple[str, ...]
     overrides: tuple[str, ...]
@@ -44,7 +44,7 @@ RUNS = {
             f"{MODEL}.target_modules=all-linear",
             f"{MODEL}.lora.merge=True",
         ),
-        rollout_tolerance=2e-2,  # verl hands merged adapters to the rollout in bf16, whose step is 8e-3
+        rollout_tolerance=2e-2,  # verl sends merged adapters to the rollout in bf16, whose step is 8e-3
     ),
     "groups larger than the budget at another temperature with KL in the reward": Run(
         (
