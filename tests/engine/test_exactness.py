@@ -38,11 +38,7 @@ CASES: dict[str, list[Sample]] = {
     "filler_samples_with_empty_loss_mask": [*MIXED[:3], *[Sample([2] * 127, [2], mask=[0])] * 3],
     "responses_of_one_token": [Sample(range(6), [t]) for t in (1, 2, 3)],
     "identical_responses": [Sample(range(6), range(10, 15))] * 4,
-    "one_response_is_the_beginning_of_another": [
-        Sample(range(6), range(10, 15)),
-        Sample(range(6), range(10, 18)),
-        Sample(range(6), range(10, 12)),
-    ],
+    "one_response_is_the_beginning_of_another": [Sample(range(6), range(10, stop)) for stop in (15, 18, 12)],
     "everything_unique": [sample for seed in range(10, 15) for sample in group(6, [4], seed)],
     "single_token_prompts": [Sample([4], range(20, 26)), Sample([4], range(20, 23)), Sample([5], [6])],
     "a_prompt_that_reaches_into_a_sibling_response": [
@@ -51,9 +47,7 @@ CASES: dict[str, list[Sample]] = {
     ],
     "turns_that_only_continue_one_another": [Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(9)],
     "multi_turn_branches_three_deep": [
-        Sample(range(8), [*TURN, 60, 61]),
-        Sample(range(8), [*TURN, 60, 62, 63]),
-        Sample(range(8), [*TURN, 70]),
+        *(Sample(range(8), [*TURN, *tail]) for tail in ([60, 61], [60, 62, 63], [70])),
         Sample(range(8), [41, 42]),
         Sample([*range(5), 77], [1, 2]),
     ],

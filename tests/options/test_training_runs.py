@@ -16,13 +16,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the example with these options of the matrix, and with further overrides after theirs."""
+    """A run of the example with these options of the matrix and further overrides."""
 
     options: tuple[str, ...]
     overrides: tuple[str, ...]
     num_workers: int = 1
     rollout_tolerance: float = 1e-4
     least_dedup_ratio: float = 8.0
+
+
+FIXED = "log_prob_use_dynamic_bsz=False", "log_prob_micro_batch_size_per_gpu=4"
 
 
 RUNS = {
@@ -66,8 +69,7 @@ RUNS = {
         ),
         (
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
-            *(f"{role}.log_prob_use_dynamic_bsz=False" for role in (REF, ROLLOUT)),
-            *(f"{role}.log_prob_micro_batch_size_per_gpu=4" for role in (REF, ROLLOUT)),
+            *(f"{role}.{override}" for role in (REF, ROLLOUT) for override in FIXED),
             f"++{FSDP}.mixed_precision={{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}}",
         ),
         num_workers=4,

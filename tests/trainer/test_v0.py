@@ -128,7 +128,8 @@ def test_a_method_with_other_parameters_is_not_patched(monkeypatch, method: str,
 
 
 def test_each_update_logs_its_saved_tokens_and_the_last_one_the_mean(trainer, caplog, monkeypatch) -> None:
-    counted = {"actor/prefix_grouper/total_tokens": [800.0], "actor/prefix_grouper/computed_tokens": [200.0]}
+    counts = {"total": [800.0], "computed": [200.0], "padding": [0.0]}
+    counted = {f"actor/prefix_grouper/{name}_tokens": count for name, count in counts.items()}
 
     def update(self: Any, batch: Any) -> DataProto:
         return DataProto(meta_info={"metrics": counted})
