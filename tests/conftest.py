@@ -1,4 +1,4 @@
-"""Platform and process group of the test process, and the checkpoint of a critic."""
+"""Platform and process group of the test process, and a critic's checkpoint."""
 
 import gc
 import os
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
+    os.environ.setdefault("VERL_PLATFORM", "cpu")  # verl reads it at import
 
 
 def pytest_collection_finish() -> None:
-    """Leave what imports made, about a million objects, out of every later garbage collection: 0.5 s each."""
+    """Exclude the million objects of imports from later garbage collections, which saves 0.5 s each."""
     gc.collect()
     gc.freeze()
 
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def process_group() -> None:
-    """For tests that build no engine; ``make_engine`` asks for it itself."""
+    """For tests without ``make_engine``."""
     from tests.support import join_group_of_one  # imports verl
 
     join_group_of_one()

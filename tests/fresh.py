@@ -1,7 +1,7 @@
-"""Interpreters that have imported what verl needs, but neither verl nor the plugin.
+"""Interpreters that have imported verl's dependencies, but neither verl nor the plugin.
 
-Importing torch and transformers takes most of the seconds of a new process. So one process imports them, once in a
-session of pytest, and forks: for code in an interpreter of its own, for ranks, and for Ray's workers.
+The import of torch and transformers takes most of the start time of a process. One server imports them once in a
+session of pytest and forks: for code in a new interpreter, for ranks, and for Ray's workers.
 """
 
 import atexit
@@ -24,7 +24,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-# Without Ray, which reads variables when it is imported.
+# Without Ray, which reads environment variables at import.
 MODULES = """
 accelerate codetiming datasets fastapi hydra numpy pandas peft tensordict torch torch.distributed.fsdp
 torchdata.stateful_dataloader transformers.modeling_utils uvicorn zmq
@@ -34,7 +34,7 @@ Ended = subprocess.CompletedProcess[str]
 
 @functools.cache
 def python() -> str:
-    """The path of a command that runs a script, a module behind ``-m`` or code behind ``-c``, as ``python`` does."""
+    """Path of a command that runs a script, ``-m MODULE`` or ``-c CODE``, like ``python``."""
     temporary = tempfile.TemporaryDirectory()
     atexit.register(temporary.cleanup)
     folder = temporary.name
@@ -42,9 +42,9 @@ def python() -> str:
         listener.bind(f"{folder}/socket")
         listener.listen()
         server = [sys.executable, "-W", "ignore", __file__, "serve", str(listener.fileno())]
-        # Its stdin ends with this process, and so does it.
+        # The server ends with its stdin, which ends with this process.
         subprocess.Popen(server, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
-    client = shlex.join([sys.executable, "-I", "-S", __file__, "ask", f"{folder}/socket"])
+    client = shlex.join([sys.executable, "-I", "-S", __file__, "request", f"{folder}/socket"])
     command = Path(folder, "python")
     command.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
     command.chmod(0o755)
@@ -52,7 +52,7 @@ def python() -> str:
 
 
 def run_fresh(cases: Sequence[tuple[str, dict[str, str]]]) -> list[Ended]:
-    """Run every case, code and environment variables, in a process of its own."""
+    """Run each case, code and environment variables, in a new process."""
     ended = []
     for code, variables in cases:
         command, variables = [python(), "-c", textwrap.dedent(code)], {**os.environ, **variables}
@@ -60,10 +60,10 @@ def run_fresh(cases: Sequence[tuple[str, dict[str, str]]]) -> list[Ended]:
     return ended
 
 
-def ask(path: str, arguments: list[str]) -> int:
-    """The exit code of a process that the server forks, with the open files, folder and variables of this one."""
+def request_fork(path: str, arguments: list[str]) -> int:
+    """Let the server fork with this process's files, folder and variables; returns the exit code."""
     files = [int(name) for name in os.listdir("/dev/fd")]
-    files = [number for number in files if os.path.exists(f"/dev/fd/{number}")]  # without that of the listing
+    files = [number for number in files if os.path.exists(f"/dev/fd/{number}")]  # without the listing's own file
     request = {"arguments": arguments, "files": files, "folder": os.getcwd(), "variables": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
@@ -73,7 +73,7 @@ def ask(path: str, arguments: list[str]) -> int:
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork for whoever asks, until stdin ends."""
+    """Fork for each client until stdin ends."""
     del sys.path[0]  # the folder of this file
     for name in MODULES.split():
         __import__(name)
@@ -88,7 +88,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _attend(client: socket.socket) -> None:
-    """Run what a client asks for; it ends with the client."""
+    """Run a client's request; kill the process if the client ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, files, *_ = socket.recv_fds(client, 1, 253)
     request = json.loads(client.makefile().readline())
@@ -116,7 +116,7 @@ def _run(received: list[int], arguments: list[str], files: list[int], folder: st
     os.environ.clear()
     os.environ.update(variables)
     sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
-    while not (arguments[0] in ("-c", "-m") or arguments[0].endswith(".py")):  # flags are those of the server
+    while not (arguments[0] in ("-c", "-m") or arguments[0].endswith(".py")):  # drop the interpreter's flags
         arguments = arguments[1:]
     code = 0
     try:
@@ -148,4 +148,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(socket.socket(fileno=int(sys.argv[2])))
     else:
-        sys.exit(ask(sys.argv[2], sys.argv[3:]))
+        sys.exit(request_fork(sys.argv[2], sys.argv[3:]))

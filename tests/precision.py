@@ -1,4 +1,4 @@
-"""The rule for low precision: an error against float32 at most 1.1 times that of stock rmpad. And float64."""
+"""The rule for low precision, an error against float32 of at most 1.1 times stock rmpad's; and float64."""
 
 import importlib
 import re
@@ -22,9 +22,9 @@ from verl_pg_plugin.engine.micro_batch import MiniBatch
 
 BF16 = PRECISIONS["bf16"]
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
-"""Fields of a model config, as stock rmpad needs them on a GPU."""
+"""Fields of a model config for stock rmpad on a GPU."""
 GPU_SIZES = {
-    "vocab_size": 98,  # even: verl offloads without waiting, and FSDP2 reads parameters that it pads at once
+    "vocab_size": 98,  # even, without padding: FSDP2 reads padded parameters before verl's offload has finished
     "hidden_size": 256,
     "num_attention_heads": 4,
     "head_dim": 64,
@@ -33,20 +33,19 @@ GPU_SIZES = {
     "initializer_range": 0.05,
 }
 POOLED = 4096
-"""Parameters with fewer elements are compared together: the error of a few numbers is a matter of luck."""
+"""Parameters with fewer elements are compared together, because errors of few numbers vary by chance."""
 FACTOR = 1.1
 SMOOTH_LOSS = {
     **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), 1e4),
     "kl_loss_type": "mse",
 }
-"""Settings for ``actor_loss`` without thresholds: else one token that rounding moves across one decides the error of
-a whole gradient, on either side."""
+"""Settings for ``actor_loss`` without thresholds: one token that crosses a threshold dominates a gradient's error."""
 PLAUSIBLE = 0.1
-"""A relative error of stock rmpad beyond this is a fault and not rounding: nothing can be held against it."""
+"""A relative error of stock rmpad above this is a fault, not rounding."""
 
 
 def errors(result: Result, reference: Result) -> dict[str, float]:
-    """Norm of the difference from float32 relative to float32, of each output and each parameter's gradient."""
+    """Relative norm of the difference from float32 of each output and each gradient."""
     pairs = {name: (torch.cat(rows), torch.cat(reference.outputs[name])) for name, rows in result.outputs.items()}
     small = []
     for name, want in reference.gradients.items():
@@ -65,7 +64,7 @@ def error_of(engine: Any, batch: TensorDict, reference: Result, loss: Callable |
 
 
 def pooled(batches: list[dict[str, float]]) -> dict[str, float]:
-    """Errors of several batches as one, which are less a matter of luck."""
+    """Root mean square of the errors of several batches."""
     return {name: (sum(errors[name] ** 2 for errors in batches) / len(batches)) ** 0.5 for name in batches[0]}
 
 
@@ -82,7 +81,7 @@ def assert_no_worse(actual: dict[str, float], stock: dict[str, float]) -> None:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Engines and references are built and compute in float64, for sums that nearly cancel in float32."""
+    """Build and run engines and references in float64, for sums that nearly cancel in float32."""
     auto_classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     with ExitStack() as stack:
         for auto in auto_classes:
@@ -101,15 +100,15 @@ def _load(auto: Any, stock: Any, pretrained_model_name_or_path: str, **options: 
     of_float32 = auto._model_mapping[type(config)]
     model = getattr(float64_copy(of_float32.__module__), of_float32.__name__)(config).double()
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # torch's grouped product knows no float64
+        model.set_experts_implementation("eager")  # torch's grouped product has no float64
     model.load_state_dict(stock(pretrained_model_name_or_path, dtype=torch.float32).state_dict())
     return model
 
 
 def float64_copy(name: str) -> ModuleType:
-    """A copy of a module of transformers that casts to float64 where that casts to float32.
+    """Copy a module of transformers, with casts to float64 in place of float32.
 
-    Its Gated DeltaNet loops over the tokens of a chunk: 16, to which it pads each segment, takes a third of 64's time.
+    Gated DeltaNet pads segments to chunks and loops over their tokens; chunks of 16 take a third of the time of 64.
     """
     copy_name = f"{name}_float64"
     stock = importlib.import_module(name)

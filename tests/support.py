@@ -1,4 +1,4 @@
-"""Tiny real models, verl batches, verl engines, and every sequence alone in float32: the reference of all tests."""
+"""Tiny models, verl batches and engines, and the reference of all tests: single sequences in float32."""
 
 import atexit
 import sys
@@ -54,7 +54,7 @@ TINY: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
-# FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
+# FSDP1 refuses to broadcast weights from a CPU, although gloo can.
 _init_utils._check_module_states_for_sync_module_states = lambda states: None
 PRECISIONS: dict[str, dict[str, Any]] = {
     name: {"mixed_precision": {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
@@ -64,7 +64,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
-    """Write a random float32 causal LM with GQA into ``path``; returns the path as verl wants it."""
+    """Write a random float32 causal LM with GQA into ``path``; returns the path."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(model_type, **{**TINY, **overrides})
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -72,7 +72,7 @@ def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **over
 
 
 def save_value_model(path: Path) -> str:
-    """A token classifier with one label on the layers of ``save_tiny_model``, written by transformers."""
+    """Write a token classifier with one label and the layers of ``save_tiny_model``."""
     layers = save_tiny_model(path / "causal_lm")
     torch.manual_seed(3)
     model = transformers.AutoModelForTokenClassification.from_pretrained(layers, num_labels=1, dtype=torch.float32)
@@ -83,7 +83,7 @@ def save_value_model(path: Path) -> str:
 
 
 def save_adapter(model: transformers.PreTrainedModel, path: Path, rank: int = 4) -> str:
-    """A LoRA adapter on every linear layer that changes the model's output."""
+    """Write a LoRA adapter on every linear layer, with random weights."""
     torch.manual_seed(1)
     config = LoraConfig(TaskType.CAUSAL_LM, r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
     adapted = get_peft_model(model, config)
@@ -102,8 +102,7 @@ def critic_batch(samples: list[Sample], **settings: Any) -> TensorDict:
     """``make_batch`` with the fields of verl's critic update."""
     batch, rng = make_batch(samples, **settings), np.random.default_rng(5)
     for name in ("values", "returns"):
-        rows = [torch.tensor(rng.normal(0.0, 0.3, len(s.response)), dtype=torch.float32) for s in samples]
-        batch[name] = jagged(rows)
+        batch[name] = jagged(torch.tensor(rng.normal(0.0, 0.3, len(s.response)), dtype=torch.float32) for s in samples)
     return batch
 
 
@@ -112,7 +111,7 @@ def jagged(rows: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def join_group_of_one() -> None:
-    """A process group for this process alone, as verl's engines need one, where it is in none."""
+    """Initialize a process group of one, which verl's engines need, unless there is one."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
@@ -130,14 +129,18 @@ def make_engine(
     engine: dict | None = None,
     model: dict | None = None,
 ) -> Any:
-    """verl's engine for this machine, initialised; ``packed`` switches the plugin on, ``padded`` padding.
+    """Build and initialize verl's engine for this machine.
 
-    ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too. With ``splits`` it splits
-    groups that exceed a micro-batch even where prefixes are too short to be worth it, as those of tests are.
+    Args:
+        packed: Enable the plugin.
+        padded: Use padded groups.
+        splits: Split groups that exceed a micro-batch, however short their prefix.
+        engine: Fields of the engine config and of its section ``prefix_grouper``.
+        model: Fields of the model config.
     """
     join_group_of_one()
     model_type = "value_model" if critic else "language_model"
-    register()  # verl may have been imported by a module of ours, in the middle of which its plugins registered nothing
+    register()  # again: verl may have been imported in the middle of an import of the plugin
     engine = dict(engine or {})
     options = {name: engine.pop(name) for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys()}
     on_veomni = strategy == "veomni"
@@ -168,7 +171,7 @@ def make_engine(
         optimizer_config=optimizer_cls(lr=1e-2, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
-    if on_veomni:  # whose config has no dtype: it would build its model for bf16
+    if on_veomni:  # its config has no dtype, and its default is bf16
         from verl.workers.engine.veomni import transformer_impl
 
         built._autocast_dtype = torch.float32
@@ -183,7 +186,7 @@ def make_engine(
 
 
 def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
-    """Let an engine split groups, where they exceed a micro-batch, and carry prefixes however short."""
+    """Let an engine split groups that exceed a micro-batch and cache prefixes of any length."""
     plan = engine.plan
 
     def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
@@ -196,23 +199,22 @@ def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  
 
 @contextmanager
 def splitting(engine: Any) -> Iterator[None]:
-    """Fails unless each mini-batch that ``engine`` runs in the block splits a group on some rank."""
-    run = engine.forward_backward_batch
-    chains: list[float] = []
+    """Fail unless each mini-batch of ``engine`` in the block splits a group on some rank."""
+    run, split_groups = engine.forward_backward_batch, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         output = run(*args, **kwargs)
-        chains.extend(output["metrics"]["prefix_grouper/split_groups"])
+        split_groups.extend(output["metrics"]["prefix_grouper/split_groups"])
         return output
 
     with patch.object(engine, "forward_backward_batch", counted):
         yield
-    assert chains
-    assert all(chains), "no group was split, so nothing was shown"
+    assert split_groups
+    assert all(split_groups), "no group was split"
 
 
 def actor_loss(**overrides: Any) -> Callable:
-    """verl's PPO loss with entropy bonus and KL loss, so every output of the engine carries gradient."""
+    """verl's PPO loss with entropy bonus and KL loss, so every output of the engine has a gradient."""
     settings = {
         "strategy": "fsdp2",
         "rollout_n": 1,
@@ -236,7 +238,7 @@ def default_loss(batch: TensorDict) -> Callable:
 
 
 def num_calls(run: Callable[[], object]) -> int:
-    """Functions that ``run`` calls, Python's and those in C: work that does not depend on what else a machine does."""
+    """Number of Python and C functions that ``run`` calls: a measure of work independent of the machine's load."""
     count = 0
 
     def profile(_: object, event: str, __: object) -> None:
@@ -252,7 +254,7 @@ def num_calls(run: Callable[[], object]) -> int:
 
 
 def clone(batch: TensorDict) -> TensorDict:
-    """Engines write into the batch they get; hand each its own."""
+    """Copy a batch, because engines write into theirs."""
     return tu.index_select_tensor_dict(batch, list(range(len(batch))))
 
 
@@ -266,26 +268,26 @@ class Result:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def of_rank(self, sequences: Sequence[int]) -> "Result":
-        """What a rank with some of the sequences has: their outputs, the gradients of all; the loss if it has all."""
+        """The outputs of these sequences and the gradients of all; the loss only if these are all sequences."""
         outputs = {name: [values[i] for i in sequences] for name, values in self.outputs.items()}
         has_all = all(len(values) == len(sequences) for values in self.outputs.values())
         return Result(outputs, self.gradients, self.loss if has_all else None)
 
 
 def response_values(values: torch.Tensor | list[torch.Tensor], batch: TensorDict) -> list[torch.Tensor]:
-    """The values that verl reads: those in front of each response token."""
-    rows = values.unbind() if isinstance(values, torch.Tensor) else values
+    """Values at the positions that predict response tokens."""
     lengths = batch["responses"].offsets().diff().tolist()
-    return [row.detach()[-length - 1 : -1] for row, length in zip(rows, lengths, strict=True)]
+    sequences = values.unbind() if isinstance(values, torch.Tensor) else values
+    return [x.detach()[-length - 1 : -1] for x, length in zip(sequences, lengths, strict=True)]
 
 
 def full_gradients(module: Any) -> dict[str, torch.Tensor]:
-    """Gradients by the names that parameters have outside FSDP, gathered from all ranks."""
+    """Gradients by parameter name without FSDP's prefixes, gathered from all ranks."""
     if not isinstance(module, FullyShardedDataParallel):
         grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         return {name: (g.full_tensor() if isinstance(g, DTensor) else g.detach()).clone() for name, g in grads.items()}
     gradients = {}
-    for name, unit in module.named_modules():  # FSDP1 holds the gradient of many parameters in one
+    for name, unit in module.named_modules():  # FSDP1 stores gradients in flat parameters
         handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
         if handle is None or handle.flat_param.grad is None:
             continue
@@ -301,13 +303,13 @@ def full_gradients(module: Any) -> dict[str, torch.Tensor]:
 
 
 def infer(engine: Any, batch: TensorDict) -> dict[str, Any]:
-    """The old log-probs path: ``model_output`` and ``metrics``."""
+    """Run the old log-probs path; returns ``model_output`` and ``metrics``."""
     with engine.eval_mode():
         return engine.infer_batch(clone(batch))
 
 
 def update(engine: Any, batch: TensorDict, loss: Callable | None = None, **settings: Any) -> Result:
-    """An update without a step; ``return_model_output`` among the ``settings`` of the batch gives its outputs."""
+    """Run an update without an optimizer step; ``settings`` of the batch such as ``return_model_output``."""
     data = clone(batch)
     tu.assign_non_tensor(data, **settings)
     with engine.train_mode():
@@ -325,7 +327,7 @@ def old_outputs(engine: Any, batch: TensorDict) -> dict[str, list[torch.Tensor]]
 
 
 def run_engine(engine: Any, batch: TensorDict, loss: Callable | None = None) -> Result:
-    """Old log-probs path for the outputs, update path for the gradients."""
+    """Outputs of the old log-probs path and gradients of the update path."""
     outputs = old_outputs(engine, batch)
     return replace(update(engine, batch, loss), outputs=outputs)
 
@@ -339,10 +341,12 @@ def run_reference(
     of_logits: Callable | None = None,
     **model_options: Any,
 ) -> Result:
-    """Every sequence alone, unpadded, through the stock transformers model; the loss over all of them at once.
+    """Run single unpadded sequences through the stock transformers model, with one loss over all.
 
-    ``adapter`` is the path of a LoRA adapter; ``cut`` the sequences of each micro-batch, on which some losses depend.
-    ``of_logits`` is what verl calls with the logits of a student.
+    Args:
+        adapter: Path of a LoRA adapter.
+        cut: Sequences of each micro-batch, on which some losses depend.
+        of_logits: verl's function of a student's logits.
     """
     images = batch.get("multi_modal_inputs")
     if is_critics(batch):
@@ -373,8 +377,8 @@ def run_reference(
         rows["entropy"].append(verl_F.entropy_from_logits(logits))
         rows["sum_pi_squared"].append(log_p.exp().square().sum(-1))
         if of_logits:
-            found = of_logits(student_logits=logits[None], data=tu.index_select_tensor_dict(batch, [i]))
-            for name, values in found.items():
+            outputs = of_logits(student_logits=logits[None], data=tu.index_select_tensor_dict(batch, [i]))
+            for name, values in outputs.items():
                 rows.setdefault(name, []).append(values.squeeze(0))
     flags = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
     left_out = {name for name, flag in flags.items() if not tu.get_non_tensor_data(batch, flag, default=False)}
@@ -383,7 +387,7 @@ def run_reference(
     result = learned(model, rows, batch, loss, cut)
     if not images or not any(images):
         return result
-    # Packed mode runs the vision encoder for all of its weights, wherever one sequence has an image.
+    # In packed mode, one image gives every weight of the vision encoder a gradient.
     unused = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
     return replace(result, gradients=result.gradients | unused)
 
@@ -395,7 +399,7 @@ def learned(
     loss: Callable | None = None,
     cut: Sequence[Sequence[int]] | None = None,
 ) -> Result:
-    """Outputs, gradients and loss of a model that computed the rows of each output; metrics are of the last part."""
+    """Backpropagate the loss of a model's outputs ``rows``; metrics are those of the last micro-batch."""
     value, metrics = torch.zeros((), dtype=next(model.parameters()).dtype), {}
     for indices in cut or [range(len(batch))]:
         data = tu.index_select_tensor_dict(batch, list(indices))
@@ -409,9 +413,9 @@ def learned(
 
 
 def assert_same(actual: Result, expected: Result) -> None:
-    """Per token and per parameter, within 1e-5 of the largest magnitude of the compared tensor.
+    """Compare per token and per parameter, with a tolerance of 1e-5 (float64: 1e-10).
 
-    Within 1e-10 where all is in float64. A log-prob counts as 1 at least: its error is that of logits.
+    The tolerance is relative to the output's magnitude, at least 1, or to the gradient's largest magnitude.
     """
     assert actual.outputs.keys() == expected.outputs.keys()
     tensors = [*actual.gradients.values(), *(row for rows in actual.outputs.values() for row in rows)]
@@ -419,9 +423,8 @@ def assert_same(actual: Result, expected: Result) -> None:
     for name, rows in actual.outputs.items():
         for row, (got, want) in enumerate(zip(rows, expected.outputs[name], strict=True)):
             error, bound = (got.double() - want.double()).abs(), tolerance * want.double().abs().clamp(min=1.0)
-            assert (error <= bound).all(), (
-                f"{name}, sequence {row}: off by {error.max():.3g} at token {int(error.argmax())}"
-            )
+            where = f"{name}, sequence {row}"
+            assert (error <= bound).all(), f"{where}: off by {error.max():.3g} at token {int(error.argmax())}"
     if actual.loss is not None and expected.loss is not None:
         assert abs(actual.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss)), "the loss"
     assert actual.gradients.keys() == expected.gradients.keys()
@@ -432,7 +435,7 @@ def assert_same(actual: Result, expected: Result) -> None:
 
 
 def check_outputs(engine: Any, path: str, batch: TensorDict, adapter: str | None = None) -> dict[str, Any]:
-    """The outputs of the old log-probs path, which are those of every sequence alone."""
+    """Compare the outputs of the old log-probs path with single sequences and return them."""
     outputs = old_outputs(engine, batch)
     assert_same(Result(outputs, {}), Result(run_reference(path, batch, adapter=adapter).outputs, {}))
     return outputs
@@ -448,10 +451,12 @@ def check_exact(
     expected: Result | None = None,
     **reference: Any,
 ) -> Result:
-    """Outputs of both paths, loss and gradients of ``batch`` are those of every sequence alone.
+    """Compare outputs of both paths, loss and gradients of ``batch`` with single sequences.
 
-    ``sequences`` are those of this rank; ``splits`` says that groups are split. ``reference`` is for ``run_reference``,
-    whose result ``expected`` may be given.
+    Args:
+        sequences: Indices of this rank's sequences; None for all.
+        splits: Require that groups are split.
+        expected: Result of ``run_reference``, else computed with ``reference``.
     """
     expected = expected or run_reference(path, batch, loss, **reference)
     mine = batch

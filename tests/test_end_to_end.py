@@ -1,4 +1,4 @@
-"""The main job on real parts: verl's V1 trainer, Ray, TransferQueue, FSDP2 and Hydra, for two steps."""
+"""End to end: verl's V1 trainer, Ray, TransferQueue, FSDP2 and Hydra, for two steps."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from verl_pg_plugin.config import Mode
 REPOSITORY, PLAIN, IMAGES = Path(__file__).parent.parent, "run_qwen3_pg.sh", "run_qwen3_vl_pg.sh"
 SPLITS = ("train", "test")
 MADE: dict[str, Path] = {}
-"""Checkpoints and data of the arithmetic task: they take as long as a step to make, and later runs read them."""
+"""Checkpoints and data of the arithmetic task, which later runs reuse."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,7 +24,11 @@ pytestmark = pytest.mark.timeout(600)
 def train(
     folder: Path, *overrides: str, script: str = PLAIN, **environment: str
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Run a script of ``examples/``; its summary line and the metrics of each step. ``folder`` gets a console.log."""
+    """Run a script of ``examples/``, with its output in ``folder``/console.log.
+
+    Returns:
+        The run summary, and the metrics of each step.
+    """
     variables = {"WORK_DIR": str(folder), "TOTAL_STEPS": "2", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "4"}
     folder.mkdir(exist_ok=True)
     for name, made in MADE.items():
@@ -53,7 +57,7 @@ def train(
 
 
 def assert_shared(steps: list[dict[str, float]], least: float, tolerance: float | None = 1e-4) -> None:
-    """Every step trains, on so many times fewer tokens, and the rollout's log-probs are those of the engine."""
+    """Every step trains with at least this dedup ratio, and log-probs of rollout and engine agree."""
     for step in steps:
         assert step["actor/prefix_grouper/dedup_ratio"] > least
         assert step["actor/grad_norm"] > 0
@@ -61,12 +65,12 @@ def assert_shared(steps: list[dict[str, float]], least: float, tolerance: float 
             assert step["training/rollout_probs_diff_max"] < tolerance
 
 
-def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None:
+def test_the_readme_example_trains_in_packed_mode(tmp_path: Path) -> None:
     summary, steps = train(tmp_path, TRAIN_BATCH_SIZE="4", PPO_MINI_BATCH_SIZE="2")
     assert summary["steps"] == 2
     assert summary["mode"] == Mode.PACKED.value
     assert summary["attention_backend"] == "sdpa"
-    assert summary["dedup_ratio"] > 8, "eight responses share each prompt, and all prompts one preamble"
+    assert summary["dedup_ratio"] > 8, "eight responses share each prompt, and all prompts a preamble"
     for name in ("reward_first", "reward_last", "time_old_log_prob", "time_update_actor"):
         assert summary[name] > 0
     for step in steps:
@@ -90,7 +94,7 @@ VERLS_ENTRY_POINT = ("trainer.v1.trainer_mode=colocate_async", "+prefix_grouper.
     ],
     ids=["mixture of experts", "hybrid", "padded groups", "verl's entry point, asynchronous", "images"],
 )
-def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engine(
+def test_examples_share_tokens_and_rollout_and_engine_agree(
     tmp_path: Path, overrides: tuple[str, ...], environment: dict[str, str], mode: Mode, least: float
 ) -> None:
     summary, steps = train(tmp_path, *overrides, **environment)
@@ -100,29 +104,28 @@ def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engin
         assert config["model_type"] == architecture
     with_images = environment.get("script") == IMAGES
     asynchronous = overrides == VERLS_ENTRY_POINT
-    # A rollout leaves placeholders of images out, which the engine's softmax counts.
+    # The rollout's softmax excludes image placeholders, unlike the engine's.
     tolerance = 5e-3 if with_images else 1e-4
-    assert_shared(steps, least, None if asynchronous else tolerance)  # older weights have sampled some responses
+    assert_shared(steps, least, None if asynchronous else tolerance)  # older weights sampled some responses
     for step in steps:
         if mode is Mode.PACKED:
             assert step["prefix_grouper/balance/cut_groups"] == 0
             assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.5
-        if with_images:  # Images of equal squares at equal places may meet in one micro-batch.
+        if with_images:  # equal images may be in one micro-batch
             assert step["actor/prefix_grouper/total_patches"] >= 4 * step["actor/prefix_grouper/patches"] > 0
 
 
 @pytest.mark.slow
 def test_sessions_with_a_sequence_per_turn_train_as_prefix_trees(tmp_path: Path) -> None:
-    """Every micro-batch is held against its sequences alone."""
-    verify = "prefix_grouper.verify=every_1"
-    summary, steps = train(tmp_path, verify, script="run_qwen3_agent_pg.sh", NGPUS_PER_NODE="2", TOTAL_STEPS="3")
+    options = {"script": "run_qwen3_agent_pg.sh", "NGPUS_PER_NODE": "2", "TOTAL_STEPS": "3"}
+    summary, steps = train(tmp_path, "prefix_grouper.verify=every_1", **options)
     assert summary["mode"] == Mode.PACKED.value
     assert_shared(steps, least=4)
     for step in steps:
         assert step["num_turns/max"] > step["num_turns/min"] == 2, "some sessions need several sequences"
         assert step["actor/prefix_grouper/verify_max_error"] < 1e-4
         assert step["actor/prefix_grouper/verified_sequences"] > 0
-        assert 0.8 < step["prefix_grouper/balance/estimated_over_computed_tokens"] < 3, "all prompts begin alike"
+        assert 0.8 < step["prefix_grouper/balance/estimated_over_computed_tokens"] < 3, "all prompts share a preamble"
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.1
         assert step["prefix_grouper/rollout/servers_per_prompt"] == 1, "of two"
 
@@ -139,7 +142,7 @@ def test_a_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_tools_kill_and_resume_adapters_and_critic_run_two_steps_each(tmp_path: Path) -> None:
+def test_smoke_runs_of_tools_adapters_and_critic_succeed(tmp_path: Path) -> None:
     runs = ["tools", "lora", "critic"]
     command = [sys.executable, "scripts/smoke_runs.py", "--runs", *runs, "--output-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

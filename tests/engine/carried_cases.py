@@ -11,7 +11,7 @@ SYSTEM, TURN = list(range(5)), list(range(40, 52))
 
 
 def trie() -> list[Sample]:
-    """Three levels with labels on inner rows: a first turn, branches, branches of branches."""
+    """Three levels with labels on inner nodes: a first turn, branches, branches of branches."""
     rng, samples = np.random.default_rng(3), []
     for _ in range(3):
         turn = rng.integers(97, size=9).tolist()
@@ -20,7 +20,7 @@ def trie() -> list[Sample]:
             for _ in range(3):
                 tail = rng.integers(97, size=int(rng.integers(2, 7))).tolist()
                 samples.append(Sample([*SYSTEM, *range(60, 66)], [*TURN, *turn, *second, *tail]))
-    # A prompt that reaches into the others' response: rows that are a label here and prompt there.
+    # A prompt that continues into the others' responses: its last tokens are labels there.
     samples.append(Sample([*SYSTEM, *range(60, 66), *TURN[:6]], [3, 1, 4]))
     return [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
 
@@ -39,7 +39,7 @@ TURNS = [
 ]
 TOOL_TOKENS = [replace(s, mask=[i % 3 > 0 for i in range(len(s.response))]) for s in trie()]
 
-TEMPLATE = [  # two tokens: a short prefix of a budget of 130, which groups and a short prompt share
+TEMPLATE = [  # two tokens, which groups and a short prompt share
     Sample([1, 2, *s.prompt], s.response)
     for s in (*group(40, [30, 25, 28, 21], 1), *group(35, [33, 27, 30, 24], 2), *group(3, [5, 4], 3))
 ]
@@ -47,11 +47,11 @@ TEMPLATE = [  # two tokens: a short prefix of a budget of 130, which groups and 
 CASES: dict[str, tuple[list[Sample], int]] = {
     "one_group_of_8": (ONE_GROUP, 36),
     "a_trie_of_three_levels": (trie(), 56),
-    "small_groups_beside_large_ones": (MIXED, 56),
+    "small_groups_next_to_large_ones": (MIXED, 56),
     "a_prompt_that_nearly_fills_the_budget": (group(33, [3, 4, 2, 4], 7), 38),
     "equal_and_nested_responses": (NESTED, 36),
     "turns_of_two_sessions_that_part": (TURNS, 56),
     "tool_tokens": (TOOL_TOKENS, 60),
-    "groups_behind_a_chat_template": (TEMPLATE, 130),
+    "groups_with_a_chat_template": (TEMPLATE, 130),
 }
 """Samples, and the token budget of a micro-batch."""

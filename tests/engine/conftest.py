@@ -1,4 +1,4 @@
-"""What the tests of engines share."""
+"""Fixtures for tests of engines."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""A model class of the user's own: transformers' Qwen3 with something between tokens that is not attention.
+"""A custom model class: transformers' Qwen3 that mixes neighbouring tokens without attention.
 
-Copied next to a checkpoint for ``trust_remote_code``; ``config.mixing`` names what it adds.
+Copied next to a checkpoint for ``trust_remote_code``; ``config.mixing`` selects the operation.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ MIXINGS = ("convolution", "ngrams", "shift")
 
 
 def token_before(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """(B, T, ...) of the token before each, zero for the first of a sequence."""
+    """(B, T, ...) shifted by one token, zero for the first token of a sequence."""
     before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
     if starts is not None:
         before[:, starts[:-1]] = 0
@@ -22,7 +22,7 @@ def token_before(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
 
 
 class NGrams(qwen3.nn.Embedding):
-    """Embeds each token and the pair of it and the one before."""
+    """Embeds each token, and its pair with the previous token."""
 
     starts: torch.Tensor | None = None
 
@@ -32,7 +32,7 @@ class NGrams(qwen3.nn.Embedding):
 
 
 class MixingMLP(nn.Module):
-    """A layer's MLP behind a causal convolution of three tokens, or a shift by one."""
+    """A causal convolution of three tokens, or a shift by one, before a layer's MLP."""
 
     starts: torch.Tensor | None = None
 
@@ -61,7 +61,7 @@ class OwnForCausalLM(qwen3.Qwen3ForCausalLM):
 
 
 class ByCuSeqlens(OwnForCausalLM):
-    """Reads where sequences start, which stock verl hands to a ``forward`` that has a parameter ``cu_seqlens``."""
+    """Reads the starts of sequences, which stock verl passes to a ``forward`` with a parameter ``cu_seqlens``."""
 
     def forward(
         self, *args: Any, cu_seqlens: torch.Tensor | None = None, logits_to_keep: Any = 0, **kwargs: Any

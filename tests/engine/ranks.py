@@ -1,4 +1,4 @@
-"""Run a function on several ranks, of gloo or of a GPU each, and hand back what each returns; ``check_exact`` there."""
+"""Run a function, or ``check_exact``, on several ranks, on gloo or with a GPU each."""
 
 import atexit
 import gc
@@ -22,7 +22,7 @@ from tests.fresh import python
 from tests.precision import in_float64
 from tests.support import Result, check_exact, make_engine, run_reference
 
-SECONDS_BEHIND_A_FAILURE = 30.0
+SECONDS_AFTER_A_FAILURE = 30.0
 
 
 def on_ranks(
@@ -33,28 +33,26 @@ def on_ranks(
     folder: Path | None = None,
     own_hash_seeds: bool = False,
 ) -> list[Any]:
-    """``function(rank, *args)`` in ``world_size`` processes; an error in any of them is raised here.
+    """Return the results of ``function(rank, *args)`` in ``world_size`` processes, or raise their first error.
 
-    With ``device="cuda"`` every process has a GPU of its own, and collectives go through nccl. Two CPU ranks are the
-    same processes in all tests, which takes less than new ones; those that see a ``folder`` of packages are others.
-    Processes are forked and hash strings alike. With ``own_hash_seeds`` each is a new one with its rank as the seed.
+    With ``device="cuda"`` each process has one GPU, and collectives use nccl. Tests with two CPU ranks reuse the
+    processes of one pool for each ``folder`` of packages. Processes are forked and share a hash seed; with
+    ``own_hash_seeds`` they are spawned with their rank as the seed.
     """
     kind = world_size, device, folder, own_hash_seeds
-    # Processes start with the path of this one.
     with patch.object(sys, "path", [*sys.path, str(folder)]) if folder else nullcontext():
         pool = _pools.pop(kind, None) or _start(world_size, device, forked=not own_hash_seeds)
         futures = []
-        for rank, executor in enumerate(pool):  # which starts its process with what the environment holds now
+        for rank, executor in enumerate(pool):  # the process starts with the current environment
             with patch.dict(os.environ, {"PYTHONHASHSEED": str(rank)} if own_hash_seeds else {}):
                 futures.append(executor.submit(_call, function, rank, *args))
     try:
         _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        wait(waiting, timeout=SECONDS_BEHIND_A_FAILURE)  # for the rank that failed
-        errors = [future.exception() for future in futures if future.done()]
-        for error in filter(None, errors):
+        wait(waiting, timeout=SECONDS_AFTER_A_FAILURE)  # for the rank that failed
+        for error in filter(None, [future.exception() for future in futures if future.done()]):
             raise error
         results = [future.result() for future in futures]
-    except BaseException:  # a test's timeout too: ranks that wait for each other would keep pytest from ending
+    except BaseException:  # also a test's timeout: blocked ranks would keep pytest from ending
         _kill(pool)
         raise
     if (world_size, device) == (2, "cpu"):
@@ -73,30 +71,33 @@ def check_exact_on_ranks(
     own_hash_seeds: bool = False,
     **options: Any,
 ) -> None:
-    """``check_exact`` on CPU ranks.
+    """Run ``check_exact`` on CPU ranks.
 
-    ``make`` makes the batch, of which a data-parallel rank has some ``sequences``; ``options`` are for ``make_engine``.
+    Args:
+        make: Returns the batch.
+        sequences: Indices of each data-parallel rank's sequences; None for all.
+        options: Arguments of ``make_engine``.
     """
     with in_float64() if float64 else nullcontext():
-        expected = run_reference(path, make())  # once, and not on every rank
-    given = path, make, sequences, float64, expected, options
-    on_ranks(num_ranks, _check_exact, *given, own_hash_seeds=own_hash_seeds)
+        expected = run_reference(path, make())  # once, not on every rank
+    args = path, make, sequences, float64, expected, options
+    on_ranks(num_ranks, _check_exact, *args, own_hash_seeds=own_hash_seeds)
 
 
-def graphs_as_they_are() -> Any:
-    """What dynamo makes of FSDP is what differs on ranks; the rest of the compiler takes most of the time."""
+def uncompiled_graphs() -> Any:
+    """Trace with dynamo but run eagerly: code generation takes most of the time and is the same on all ranks."""
     return patch.object(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 def weights_stay_on_the_cpu() -> Any:
-    """verl names the device of a checkpoint's weights with its number, and a CPU has none."""
+    """Skip verl's move of a checkpoint's weights to a device number, which a CPU lacks."""
     return patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
 
 
 def _check_exact(
     rank: int, path: str, make: Callable, sequences: Any, float64: bool, expected: Result, options: dict[str, Any]
 ) -> None:
-    with in_float64() if float64 else nullcontext(), graphs_as_they_are():
+    with in_float64() if float64 else nullcontext(), uncompiled_graphs():
         engine = make_engine(path, **options)
         mine = sequences and sequences[engine.get_data_parallel_rank()]
         check_exact(engine, path, make(), sequences=mine, splits=options.get("splits", False), expected=expected)
@@ -107,9 +108,9 @@ atexit.register(lambda: [_kill(pool) for pool in _pools.values()])
 
 
 def _start(world_size: int, device: str, forked: bool) -> list[ProcessPoolExecutor]:
-    """A process for each rank of a new group."""
+    """Start a process for each rank of a new group."""
     store, context = f"tcp://127.0.0.1:{free_port()}", mp.get_context("spawn")
-    # CUDA refuses to run in a process that is forked from one that asked for its devices.
+    # CUDA fails in a forked process if the parent has queried its devices.
     context.set_executable(python() if forked and not torch.cuda.is_available() else sys.executable)
     return [ProcessPoolExecutor(1, context, _join, (rank, world_size, device, store)) for rank in range(world_size)]
 
@@ -121,7 +122,7 @@ def _kill(pool: list[ProcessPoolExecutor]) -> None:
 
 
 def _join(rank: int, world_size: int, device: str, store: str) -> None:
-    torch.set_num_threads(1)  # many ranks share the cores, those on GPUs too: references are computed on the CPU
+    torch.set_num_threads(1)  # ranks share the cores, also on GPUs: references are computed on the CPU
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -131,5 +132,5 @@ def _join(rank: int, world_size: int, device: str, store: str) -> None:
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
-    gc.collect()  # tensors that were returned travel in memory of this process, which lives on
+    gc.collect()  # returned tensors are in shared memory of this process, which is reused
     return function(*args)

@@ -1,4 +1,4 @@
-"""A level changes no bit of what layers keep for their backward, and nothing of it outlives its graph."""
+"""Activation levels change no bit of any gradient, and saved tensors are freed with their graph."""
 
 import gc
 import weakref
@@ -51,7 +51,7 @@ def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LateCopier:
-    """Copies when something waits for it and no sooner: what reads without waiting reads NaN."""
+    """Copies in ``wait`` and not before: a read without a wait gets NaN."""
 
     def __init__(self) -> None:
         self.copies: Counter[str] = Counter()
@@ -76,7 +76,7 @@ def _once(copy: Callable[[], Any]) -> SimpleNamespace:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the device that was let go of is overwritten: what still reads it reads NaN."""
+    """Overwrite released device memory with NaN."""
     leave = activations.CheckpointRecord.leave_device
 
     def leave_nothing(call: Any) -> None:
@@ -88,17 +88,10 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations.CheckpointRecord, "leave_device", leave_nothing)
 
 
-def watched(engine: Any) -> LateCopier:
-    """The copier of ``engine`` from here on."""
-    copier = engine._copier = LateCopier()
-    return copier
-
-
-def update_at(level: Level | str, engine: Any, batch: TensorDict, **options: Any) -> Result:
-    if engine._copier is None:
-        watched(engine)
+def update_at(level: Level | str, engine: Any, batch: TensorDict) -> Result:
+    engine._copier = engine._copier or LateCopier()
     engine.options = replace(engine.options, activations=getattr(level, "value", level))
-    return update(engine, batch, return_model_output=True, **options)
+    return update(engine, batch, return_model_output=True)
 
 
 def same_bits(results: list[Result]) -> bool:
@@ -119,7 +112,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 SAVED: dict[str, Callable[[Path], str]] = {
     "experts": lambda folder: save_causal(folder, "qwen3_moe"),
-    "layers without attention": save_hybrid,  # which keep their inputs at every level
+    "layers without attention": save_hybrid,  # they keep their inputs at every level
     "images": lambda folder: save_vision_model(folder, KINDS[1]),
 }
 
@@ -134,19 +127,19 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, tmp_path: 
     if way == "images":
         batch = image_batch(path, MIXED, max_token_len_per_gpu=60)
     elif way == "compiled":
-        batch = make_batch(SAMPLES)  # of one size: torch takes three times as long for graphs of any
+        batch = make_batch(SAMPLES)  # one size: dynamic graphs compile three times as long
     elif way == "padded groups":
         batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
     elif way.startswith("split"):
         batch = make_batch(trie(), max_token_len_per_gpu=56)
     results = []
     engine = make_engine(path, **WAYS.get(way, {}))
-    copier = watched(engine)
+    copier = engine._copier = LateCopier()
     with splitting(engine) if way.startswith("split") else nullcontext():
         for level in (Level.ALL, Level.INPUTS, *KEEPING):
             copier.copies.clear()
             results.append(update_at(level, engine, batch))
-            out, back = copier.copies["out"], copier.copies["back"]  # what the last layer keeps stays there
+            out, back = copier.copies["out"], copier.copies["back"]  # the last layer's tensors stay on the device
             assert bool(out) == (out > back > 0) == level.on_host
     assert same_bits(results)
     if way in ("fsdp2", "fsdp", "compiled", "padded groups"):
@@ -154,44 +147,37 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, tmp_path: 
 
 
 def run_two_ranks(rank: int, path: str) -> None:
-    """Ranks that share tokens, and ranks of which each has a level of its own."""
-    mine = KEEPING if rank else KEEPING[::-1]
+    """Ranks of one Ulysses group use the same level; data-parallel ranks use different levels."""
     for size in (1, 2):
-        samples = SAMPLES if size == 2 or rank else SAMPLES[::-1]
-        batch = make_batch(samples, max_token_len_per_gpu=40)
+        reverse = -1 if size == 1 and rank == 0 else 1
+        batch = make_batch(SAMPLES[::reverse], max_token_len_per_gpu=40)
         engine = make_engine(path, engine={"ulysses_sequence_parallel_size": size})
-        copier = watched(engine)
+        engine._copier = LateCopier()
         with patch.object(activations, "SMALLEST", 1):
-            results = [update_at(level, engine, batch) for level in (Level.ALL, *(KEEPING if size == 2 else mine))]
-        assert copier.copies["out"] > copier.copies["back"] > 0
+            results = [update_at(level, engine, batch) for level in (Level.ALL, *KEEPING[::reverse])]
+        assert engine._copier.copies["out"] > engine._copier.copies["back"] > 0
         assert same_bits(results), f"Ulysses size {size}"
 
 
-def test_two_ranks_agree_at_levels_that_are_alike_and_at_others(qwen3: str) -> None:
+def test_two_ranks_agree_at_equal_and_at_different_levels(qwen3: str) -> None:
     on_ranks(2, run_two_ranks, qwen3)
 
 
 def recording(engine: Any, hook: Callable[[str], None]) -> None:
-    """Call ``hook`` in front of every forward and backward of the engine's attention kernel."""
+    """Call ``hook`` before every forward and backward of the engine's attention kernel."""
     kernel = engine.kernel
 
-    def wrapped(name: str) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            hook(name)
-            return getattr(kernel, name)(*args, **kwargs)
+    def run(name: str, *args: Any, **kwargs: Any) -> Any:
+        hook(name)
+        return getattr(kernel, name)(*args, **kwargs)
 
-        return run
-
-    engine.kernel = replace(kernel, forward=wrapped("forward"), backward=wrapped("backward"))
+    engine.kernel = replace(kernel, forward=partial(run, "forward"), backward=partial(run, "backward"))
 
 
-def test_attention_runs_as_often_as_asked_also_where_a_layer_attends_twice(tmp_path: Path) -> None:
+def test_number_of_attention_calls_by_level_with_two_attentions_per_layer(tmp_path: Path) -> None:
     """LongCat Flash, with values as wide as keys."""
     path = save_causal(tmp_path, "longcat_flash", v_head_dim=24)
-    batch = make_batch(SAMPLES)
-    engine = make_engine(path)
-    calls: Counter[str] = Counter()
-    results = []
+    engine, batch, calls, results = make_engine(path), make_batch(SAMPLES), Counter(), []
     recording(engine, lambda name: calls.update([name]))
     infer(engine, batch)
     once = calls["forward"]
@@ -203,8 +189,8 @@ def test_attention_runs_as_often_as_asked_also_where_a_layer_attends_twice(tmp_p
     assert_same(results[0], run_reference(path, batch))
 
 
-def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: str, monkeypatch, caplog) -> None:
-    """On a GPU that is made up: levels of the micro-batches, and the same bits."""
+def test_auto_selects_and_logs_the_level_that_fits_device_and_host(qwen3: str, monkeypatch, caplog) -> None:
+    """On a patched GPU: levels of the micro-batches, and the same bits."""
     monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
     engine, splits = make_engine(qwen3), make_engine(qwen3, splits=True)
     results = [update_at("auto", engine, CUT)]
@@ -216,15 +202,13 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
         (40 * (sizes.on_device(Level.ATTENTION_ON_HOST) - 1), 1e9, "inputs_on_host"),
         (40 * (sizes.on_device(Level.ATTENTION) - 1), 0.0, "inputs"),
     ):
-        monkeypatch.setattr(
-            engine_module, "memory_budget_of_rank", lambda *_, given=(device, host): MemoryBudget(*given)
-        )
+        budget = MemoryBudget(device, host)
+        monkeypatch.setattr(engine_module, "memory_budget_of_rank", Mock(return_value=budget))
         engine._logged_level = False
         assert level in {p.level.value for p in engine.plan(CUT.copy(), forward_only=False).micro_batches}
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
         results.append(update_at("auto", engine, CUT))
     assert same_bits(results)
-    monkeypatch.setattr(engine_module, "memory_budget_of_rank", lambda *_: MemoryBudget(1.0, 0.0))
     choose = Mock(return_value=Level.ATTENTION)
     monkeypatch.setattr(ActivationPolicy, "choose", choose)
     plan = splits.plan(make_batch(trie(), max_token_len_per_gpu=56), forward_only=False)
@@ -232,30 +216,24 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
     assert (choose.call_args_list, plan.num_split_groups > 0) == (of_each, True)
 
 
-def test_what_fsdp2_itself_offloads_is_taken_from_the_host_once(qwen3: str, monkeypatch) -> None:
+def test_weights_that_fsdp2_offloads_are_counted_once_on_the_host(qwen3: str, monkeypatch) -> None:
     monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
-    asked = {"offload_policy": True}, {"offload_policy": True, "param_offload": True, "optimizer_offload": True}
-    alone, both = (make_engine(qwen3, engine=engine)._host_bytes for engine in asked)
+    policy = {"offload_policy": True}
+    options = policy, policy | {"param_offload": True, "optimizer_offload": True}
+    alone, both = (make_engine(qwen3, engine=engine)._host_bytes for engine in options)
     assert both == alone < 1e12
 
 
-def test_the_log_tells_what_was_asked_from_what_a_model_or_a_setting_leaves(qwen3: str, monkeypatch, caplog) -> None:
-    def told(**settings: Any) -> str:
-        make_engine(qwen3, **settings).plan(CUT.copy(), forward_only=False)
-        return caplog.messages[-1]
-
-    assert told(engine={"activations": "inputs"}).endswith("(as configured)")
-    assert told(model={"enable_gradient_checkpointing": False}).endswith("(without gradient checkpointing)")
-    monkeypatch.setattr(engine_module, "decoder_layers", lambda module: [])
-    assert told().endswith("(by the model's own checkpoints)")
-    whole, fused = make_engine(qwen3, engine={"logits_chunk_size": 0}), make_engine(qwen3, model=FUSED_HEAD)
-    found = [
-        engine._activation_policy(forward_only=True).logits_at_once for engine in (make_engine(qwen3), whole, fused)
-    ]
-    assert found == [False, True, False]
+@pytest.mark.parametrize(
+    ("settings", "at_once"),
+    [({}, False), ({"engine": {"logits_chunk_size": 0}}, True), ({"model": FUSED_HEAD}, False)],
+    ids=["head in chunks", "whole head", "fused head"],
+)
+def test_logits_are_counted_at_once_only_for_a_whole_head(qwen3: str, settings: dict, at_once: bool) -> None:
+    assert make_engine(qwen3, **settings)._activation_policy(forward_only=True).logits_at_once == at_once
 
 
-def test_a_transformers_that_calls_its_checkpoint_otherwise_is_an_error_and_no_other_level(qwen3, monkeypatch) -> None:
+def test_a_renamed_checkpoint_function_in_transformers_is_an_error(qwen3, monkeypatch) -> None:
     stock = PreTrainedModel._set_gradient_checkpointing
 
     def renamed(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -268,23 +246,20 @@ def test_a_transformers_that_calls_its_checkpoint_otherwise_is_an_error_and_no_o
         make_engine(qwen3)
 
 
-def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
-    """And verify mode, whose forwards verl's own offload would count, runs beside it."""
+def test_activation_offload_of_verl_uses_a_level_of_the_plugin(qwen3: str) -> None:
+    """In verify mode, whose forwards verl's own offload would count."""
     engine = make_engine(qwen3, model={"enable_activation_offload": True}, engine={"verify": "every_1"})
-    copier = watched(engine)
-    got = update_at("auto", engine, CUT)
-    assert copier.copies["out"] > 0
-    assert_same(got, run_reference(qwen3, CUT))
+    engine._copier = LateCopier()
+    assert_same(update_at("auto", engine, CUT), run_reference(qwen3, CUT))
+    assert engine._copier.copies["out"] > 0
 
 
 @pytest.mark.parametrize("level", KEEPING)
-def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, level: Level, monkeypatch) -> None:
-    engine = make_engine(qwen3)
-    calls = []
-    begin = activations.CheckpointRecord.__init__
+def test_checkpoint_records_are_freed_without_the_garbage_collector(qwen3: str, level: Level, monkeypatch) -> None:
+    engine, calls, init = make_engine(qwen3), [], activations.CheckpointRecord.__init__
 
     def remember(call: Any, *args: Any) -> None:
-        begin(call, *args)
+        init(call, *args)
         calls.append(weakref.ref(call))
 
     monkeypatch.setattr(activations.CheckpointRecord, "__init__", remember)
@@ -297,10 +272,9 @@ def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, le
         gc.enable()
 
 
-def test_an_update_behind_one_that_failed_in_a_layer_is_exact(qwen3: str) -> None:
-    engine, batch = make_engine(qwen3), make_batch(SAMPLES)
+def test_an_update_after_one_that_failed_in_a_layer_is_exact(qwen3: str) -> None:
+    engine, batch, calls = make_engine(qwen3), make_batch(SAMPLES), []
     kernel = engine.kernel
-    calls = []
 
     def fail(name: str) -> None:
         calls.append(name)
@@ -316,32 +290,30 @@ def test_an_update_behind_one_that_failed_in_a_layer_is_exact(qwen3: str) -> Non
     assert_same(update_at(Level.ATTENTION_ON_HOST, engine, batch), run_reference(qwen3, batch))
 
 
-def test_under_lora_gradients_and_optimizer_are_those_of_adapters(qwen3: str) -> None:
-    """Else GiB of the host and of the device are kept for nothing."""
+def test_lora_counts_gradients_and_optimizer_of_adapters_only(qwen3: str) -> None:
     engine = make_engine(qwen3, model=LORA)
     trained = sum(weight.numel() for weight in engine.module.parameters() if weight.requires_grad)
-    found, whole = engine._weight_bytes, make_engine(qwen3)._weight_bytes
-    assert (found.gradients, found.optimizer) == (4 * trained, 8 * trained)
-    assert found.weights > whole.weights > 3 * found.gradients
-    assert whole.head - found.head == 4 * engine.module.get_output_embeddings().weight.numel()
-    assert whole.gathered > found.gathered, "buffers of gradients"
+    lora, whole = engine._weight_bytes, make_engine(qwen3)._weight_bytes
+    assert (lora.gradients, lora.optimizer) == (4 * trained, 8 * trained)
+    assert lora.weights > whole.weights > 3 * lora.gradients
+    assert whole.head - lora.head == 4 * engine.module.get_output_embeddings().weight.numel()
+    assert whole.gathered > lora.gathered, "gradient buffers"
 
 
-def test_layers_that_fsdp2_keeps_whole_until_their_backward_are_counted_once(qwen3: str, monkeypatch) -> None:
-    """Also where a forward alone has left them whole."""
+def test_unsharded_layers_are_counted_once_also_after_inference(qwen3: str, monkeypatch) -> None:
     engine = make_engine(qwen3, engine={"reshard_after_forward": False})
-    seen = []
-    count = Mock(wraps=WeightBytes.of)
+    seen, count = [], Mock(wraps=WeightBytes.of)
     monkeypatch.setattr(WeightBytes, "of", count)
     assert engine._weight_bytes.gathered > make_engine(qwen3)._weight_bytes.gathered
     assert count.call_args.kwargs == {"keeps_weights": False, "keeps_gradients": True}
     infer(engine, CUT)
     monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(
-        engine_module,
-        "memory_budget_of_rank",
-        lambda module, *_: seen.extend(module.parameters()) or MemoryBudget(1, 1),
-    )
+
+    def budget(module: torch.nn.Module, *_: Any) -> MemoryBudget:
+        seen.extend(module.parameters())
+        return MemoryBudget(1, 1)
+
+    monkeypatch.setattr(engine_module, "memory_budget_of_rank", budget)
     engine._activation_policy(forward_only=False)
     assert {hasattr(weight, "_local_tensor") for weight in seen} == {True}
 

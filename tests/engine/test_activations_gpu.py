@@ -1,4 +1,4 @@
-"""Activation levels on a GPU in bf16: the same bits, the memory they promise, and a host that never waits."""
+"""Activation levels on a GPU in bf16: the same bits, the planned memory, and no host synchronization."""
 
 from collections import Counter
 from pathlib import Path
@@ -46,7 +46,7 @@ def engine_of(path: str, kernel: str = "flash_attn_2", **options: Any) -> Any:
 @pytest.mark.parametrize("options", [{}, {"compile_layers": True}], ids=["uncompiled", "compiled"])
 @pytest.mark.parametrize("budget", [4096, 480], ids=["whole groups", "split groups"])
 def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, kernel: str, options: dict, budget: int) -> None:
-    """Twice, so that memory which copies have used is used again."""
+    """Each level twice, so that memory of earlier copies is reused."""
     engine = engine_of(qwen3, kernel, **options)
     if budget < 4096:
         split_always(engine)
@@ -62,14 +62,14 @@ def test_fsdp1_and_slabs_that_neighbours_share_change_no_bit(qwen3: str, monkeyp
 
 
 def test_what_waits_on_the_host_frees_all_layers_but_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the peak, in the backward of the last layer: the layer that runs and the one below it are on the device."""
+    """At the peak, in the last layer's backward, that layer and the one below it are on the device."""
     monkeypatch.setattr(activations, "SMALLEST", 1 << 20)
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     path = save_tiny_model(
         tmp_path, num_hidden_layers=LAYERS, intermediate_size=1024, max_position_embeddings=65536, **sizes
     )
     engine, peaks = engine_of(path), {}
-    # Two micro-batches alike: in the second all gradients are there from the start.
+    # Two equal micro-batches: in the second, all gradients are allocated from the start.
     batch = make_batch([*group(28672, [1024] * 4, 1), *group(28672, [1024] * 4, 2)], max_token_len_per_gpu=33000)
     tokens = 28672 - 1 + 4 * 1024
     assert [p.layout.num_tokens for p in engine.plan(clone(batch), forward_only=False).micro_batches] == [tokens] * 2

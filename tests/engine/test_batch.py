@@ -1,4 +1,4 @@
-"""A batch is read and sent to the device whole, and one that cannot be computed stops with its cause and its fix."""
+"""Batches are read and moved to the device whole; errors of invalid ones name cause and fix."""
 
 import time
 from collections.abc import Callable
@@ -20,10 +20,9 @@ from verl_pg_plugin.issue import BatchError
 SAMPLES = group(5, [3, 2, 4], 1)
 
 
-def test_temperatures_that_differ_in_the_last_bit_share_no_row() -> None:
-    """A row's log-prob depends on it: the nearest two numbers are as far apart as any."""
-    next_to_it = torch.nextafter(torch.tensor(0.7), torch.tensor(1.0)).item()
-    sequences = read_sequences(make_batch(SAMPLES).set("temperature", torch.tensor([0.7, next_to_it, 0.7])))
+def test_temperatures_that_differ_in_the_last_bit_share_no_token() -> None:
+    next_float = torch.nextafter(torch.tensor(0.7), torch.tensor(1.0)).item()
+    sequences = read_sequences(make_batch(SAMPLES).set("temperature", torch.tensor([0.7, next_float, 0.7])))
     assert sequences.classes is not None
     assert sequences.classes.tolist() == [0, 1, 0]
     assert sequences.select([1, 2]).classes.tolist() == [1, 0]
@@ -33,16 +32,14 @@ def test_temperatures_that_differ_in_the_last_bit_share_no_row() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-def test_a_temperature_of_one_element_is_everybodys(shape: tuple[int, ...]) -> None:
-    batch = make_batch(SAMPLES, temperature=torch.full(shape, 0.7))
-    assert isinstance(batch["temperature"], torch.Tensor)
-    sequences = read_sequences(batch)
+def test_a_temperature_of_one_element_applies_to_all_samples(shape: tuple[int, ...]) -> None:
+    sequences = read_sequences(make_batch(SAMPLES, temperature=torch.full(shape, 0.7)))
     assert sequences.classes is None
     assert sequences.order().num_shared.tolist() == [0, 4, 4]
 
 
-def test_a_left_padded_batch_without_position_ids_is_read_as_its_sequences() -> None:
-    """verl's left_right_2_no_padding leaves padded prompts and responses beside the attention mask."""
+def test_left_padded_batches_without_position_ids_are_read() -> None:
+    """verl's left_right_2_no_padding keeps padded prompts and responses next to the attention mask."""
     ids = [[*s.prompt, *s.response] for s in SAMPLES]
     padding = [[0] * (4 - len(s.response)) for s in SAMPLES]
     mask = [[0, 0, *[1] * len(row), *zeros] for row, zeros in zip(ids, padding, strict=True)]
@@ -57,7 +54,7 @@ def test_a_left_padded_batch_without_position_ids_is_read_as_its_sequences() -> 
     assert np.array_equal(sequences.tokens, np.concatenate(ids))
 
 
-def test_ranks_that_share_their_tokens_have_the_budgets_of_all() -> None:
+def test_the_budget_is_multiplied_by_the_ulysses_ranks() -> None:
     assert limits_of(make_batch(SAMPLES, max_token_len_per_gpu=64), sp_size=2).max_tokens == 2 * 64
 
 
@@ -70,7 +67,7 @@ def empty_batch() -> TensorDict:
 
 
 def with_rows(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict:
-    """A batch in one of whose fields every sequence's row is changed."""
+    """A batch with ``change`` applied to each sequence of one field."""
     batch = make_batch(SAMPLES)
     return batch.set(name, jagged(map(change, batch[name].unbind())))
 
@@ -99,24 +96,24 @@ BATCHES: dict[str, tuple[TensorDict, str]] = {
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_error_names_the_cause_and_leaves_nothing_behind(packed: Any, case: str) -> None:
+def test_an_invalid_batch_is_an_error_without_side_effects(packed: Any, case: str) -> None:
     batch, message = BATCHES[case]
     packed.optimizer_zero_grad()
     with packed.train_mode(), pytest.raises(ValueError, match=message):
         packed.forward_backward_batch(batch, actor_loss())
-    assert not any("prefix_grouper" in name for name in batch.keys()), "verl would cut it our way"  # noqa: SIM118
+    assert not any("prefix_grouper" in name for name in batch.keys()), "no field of ours remains"  # noqa: SIM118
     assert all(p.grad is None for p in packed.module.parameters())
 
 
 def narrowed(field: torch.Tensor) -> torch.Tensor:
-    """The same rows, with a value between every two that belongs to none."""
+    """The same sequences, with an unused value after each."""
     wide = [torch.cat([row, row[:1]]) for row in field.unbind()]
     lengths = torch.tensor([len(row) - 1 for row in wide])
     offsets = torch.tensor([0, *(len(row) for row in wide)]).cumsum(0)
     return torch.nested.nested_tensor_from_jagged(torch.cat(wide), offsets=offsets, lengths=lengths)
 
 
-def test_fields_with_gaps_between_their_rows_are_read_as_stock_verl_reads_them(packed: Any) -> None:
+def test_jagged_fields_with_gaps_give_the_same_gradients(packed: Any) -> None:
     batch = make_batch(SAMPLES)
     expected = update(packed, batch).gradients
     for name in ("input_ids", "position_ids", "responses", "old_log_probs", "advantages", "loss_mask"):
@@ -128,7 +125,7 @@ def test_fields_with_gaps_between_their_rows_are_read_as_stock_verl_reads_them(p
     assert all(torch.equal(gradient, expected[name]) for name, gradient in full_gradients(packed.module).items())
 
 
-def test_multimodal_rows_are_refused_and_empty_ones_are_not() -> None:
+def test_multimodal_inputs_are_refused_unless_empty() -> None:
     batch = make_batch(SAMPLES)
     tu.assign_non_tensor_stack(batch, "multi_modal_inputs", [{}, {"pixel_values": None}, {}])
     assert len(read_sequences(batch).prompt_lengths) == 3
@@ -141,7 +138,7 @@ CHOSEN = [2, 0, 3]
 
 
 def mini_batch() -> TensorDict:
-    """With a plain field, positions of several dimensions, and two fields that are one ragged shape."""
+    """A batch with a dense field, multi-dimensional positions, and two fields of one ragged shape."""
     batch = make_batch([*group(9, [4, 7, 2], 1), *group(5, [3], 2)])
     batch["weight"] = torch.arange(4.0)
     lengths = batch["input_ids"].offsets().diff().tolist()
@@ -158,25 +155,25 @@ def select(batch: TensorDict, device: Any) -> TensorDict:
     return SequenceSelector(batch).take(CHOSEN, torch.device(device))
 
 
-def assert_chosen(found: TensorDict, batch: TensorDict) -> None:
-    """The fields of the chosen sequences, as verl selects them, without those that the layout has."""
+def assert_chosen(selected: TensorDict, batch: TensorDict) -> None:
+    """Check the chosen sequences' fields against verl's own selection."""
     expected = tu.index_select_tensor_dict(batch.exclude("position_ids", "multi_modal_inputs"), CHOSEN)
-    assert set(found.keys()) == set(expected.keys())
+    assert set(selected.keys()) == set(expected.keys())
     for name, field in expected.items():
         if isinstance(field, torch.Tensor):
-            rows = zip(found[name].unbind(), field.unbind(), strict=True)
-            assert all(torch.equal(row.cpu(), alone) for row, alone in rows), name
+            pairs = zip(selected[name].unbind(), field.unbind(), strict=True)
+            assert all(torch.equal(got.cpu(), want) for got, want in pairs), name
 
 
-def test_verl_finds_nothing_left_to_move_and_no_field_that_a_loss_reads_is_lost() -> None:
+def test_selected_batches_are_on_the_device_with_every_field_of_a_loss() -> None:
     moved = select(mini_batch(), get_device_id())
     assert moved.to(get_device_id()) is moved
     assert_chosen(moved, mini_batch())
     assert tu.get(moved, "uid") == ["c", "a", "d"]
     assert tu.get_non_tensor_data(moved, "temperature", default=None) == 1.0
-    # torch would refuse to multiply a mask with what it masks, were their ragged shapes two.
+    # torch multiplies only tensors of one ragged shape.
     assert torch.equal((moved["twice"] - moved["advantages"]).values(), moved["advantages"].values())
-    # Else the first thing that pads a field, verl's loss, would compute these on the device and wait.
+    # Else verl's loss, which pads this field, would compute these on the device and synchronize.
     assert (int(moved["responses"]._maybe_min_seqlen), int(moved["responses"]._maybe_max_seqlen)) == (2, 4)
 
 

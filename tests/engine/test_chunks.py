@@ -1,4 +1,4 @@
-"""Groups that exceed a micro-batch go on in the next one, and every number stays that of the sequence alone."""
+"""Groups split over micro-batches match single sequences."""
 
 from functools import partial
 from pathlib import Path
@@ -32,22 +32,21 @@ BATCHES["a chunk that begins with a duplicate"] = make_batch(DUPLICATES, **by_se
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_split_groups_are_exact(qwen3: str, engine: Any, case: str) -> None:
-    """Other options meet split groups in tests/options, rare layers in tests/architectures and tests/mixers."""
+def test_split_groups_match_single_sequences(qwen3: str, engine: Any, case: str) -> None:
+    """See tests/options for options, and tests/architectures and tests/mixers for other layers."""
     check_exact(engine, qwen3, BATCHES[case], splits=True)
 
 
 @pytest.mark.parametrize("model", ["windows", "values"])
-def test_windows_over_chunks_and_values_of_cached_tokens_are_exact(value_model, tmp_path: Path, model: str) -> None:
+def test_split_groups_with_sliding_windows_and_of_critics_are_exact(value_model, tmp_path: Path, model: str) -> None:
     critic = model == "values"
-    make = critic_batch if critic else make_batch
-    path = value_model if critic else save_tiny_model(tmp_path, **WINDOW)
+    path, make = (value_model, critic_batch) if critic else (save_tiny_model(tmp_path, **WINDOW), make_batch)
     engine = make_engine(path, critic=critic, splits=True)
     check_exact(engine, path, make(MIXED, max_token_len_per_gpu=56), splits=True)
 
 
 @pytest.mark.parametrize(("owed", "splits"), [(0.75, True), (1.5, False)])
-def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: str, owed: float, splits: bool) -> None:
+def test_a_fixed_micro_batch_size_bounds_the_memory_of_the_cache(qwen3: str, owed: float, splits: bool) -> None:
     engine = make_engine(qwen3)
     split_always(engine, CacheWeights(cached=0.5, published=owed, alone=0.5))
     plan = engine.plan(clone(make_batch(ONE_GROUP, **by_sequences(1))), forward_only=False)
@@ -64,7 +63,7 @@ RANKS: dict[str, tuple[list[Sample], list[Sample]]] = {
 }
 """Samples of the two ranks, by the number of groups that exceed a micro-batch on each."""
 TWO_BY_TWO = {"ulysses_sequence_parallel_size": 2, "fsdp_size": 2}
-"""Data-parallel ranks of two sequence-parallel ones each, weights sharded over two and replicated twice."""
+"""Two data-parallel ranks of two Ulysses ranks each, with hybrid sharding."""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ TWO_BY_TWO = {"ulysses_sequence_parallel_size": 2, "fsdp_size": 2}
     ids=str,
 )
 def test_ranks_with_unequal_numbers_of_oversized_groups_are_exact(qwen3: str, split: str, options: dict) -> None:
-    """Ulysses alone meets split groups in tests/options/test_ranks.py."""
+    """tests/options/test_ranks.py has Ulysses alone."""
     first, second = RANKS[split]
     make = partial(make_batch, [*first, *second], max_token_len_per_gpu=28 if "engine" in options else 56)
     parts = [list(range(len(first))), list(range(len(first), len(first) + len(second)))]

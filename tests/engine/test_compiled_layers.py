@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.support import PRECISIONS, actor_loss, check_exact, group, make_engin
 from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_forward, compile_layers, compiling
 
-BUDGET = 40  # of which the first group of each batch takes more
+BUDGET = 40  # less than the first group of each batch
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
 WHOLE, COMPILE = make_batch(RAGGED[0]), torch.compile
 
@@ -36,7 +37,7 @@ def forget_graphs() -> None:
 
 
 def assert_compiled_once(runs: Iterable[Any]) -> None:
-    """The first of ``runs``, which run as they are drawn, compiles something, and the others nothing more."""
+    """Iterate ``runs``; only the first may compile graphs."""
     graphs = [counters["stats"]["unique_graphs"] for _ in runs]
     assert graphs[0] > 0, "nothing was compiled"
     assert set(graphs) == {graphs[0]}
@@ -44,7 +45,7 @@ def assert_compiled_once(runs: Iterable[Any]) -> None:
 
 @pytest.fixture
 def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
-    """An engine whose layers go through another compiler than Inductor, whose minute is for slow tests and GPUs."""
+    """Build engines whose layers go through ``backend``: Inductor takes a minute."""
 
     def build(backend: Any, splits: bool = False, dynamic: bool = True, strategy: str = "fsdp2") -> Any:
         forget_graphs()
@@ -55,8 +56,8 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
     return build
 
 
-def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(compile_with, qwen3: str) -> None:
-    """With attention computed again they are compiled by the slow tests of tests/options."""
+def test_compiled_layers_are_exact_in_split_groups_and_compile_once(compile_with, qwen3: str) -> None:
+    """tests/options has compiled layers with recomputed attention."""
     compiled = compile_with("eager", splits=True)
     batches = (make_batch(samples, max_token_len_per_gpu=BUDGET) for samples in RAGGED)
     assert_compiled_once(check_exact(compiled, qwen3, batch, splits=True) for batch in batches)
@@ -64,13 +65,14 @@ def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(
 
 
 @pytest.mark.slow
-def test_in_bf16_updated_log_probs_are_the_old_ones_else_the_first_steps_kl_is_not_0(qwen3: str) -> None:
+def test_log_probs_of_the_update_equal_the_old_ones_bit_for_bit_in_bf16(qwen3: str) -> None:
+    """Else the first step's KL is not 0."""
     engine = make_engine(qwen3, engine={**PRECISIONS["bf16"], "compile_layers": True})
     old = old_outputs(engine, WHOLE)["log_probs"]
     assert all(map(torch.equal, update(engine, WHOLE, return_model_output=True).outputs["log_probs"], old))
 
 
-def test_without_gradient_a_layer_whose_input_requires_one_shares_the_graph_of_the_others(monkeypatch) -> None:
+def test_without_grad_inputs_that_require_grad_compile_no_second_graph(monkeypatch) -> None:
     forget_graphs()
     monkeypatch.setattr(compiled_layers.torch, "compile", partial(COMPILE, backend="eager"))
     layer = compile_forward(lambda x: 2 * x)
@@ -81,9 +83,9 @@ def test_without_gradient_a_layer_whose_input_requires_one_shares_the_graph_of_t
 
 
 class Products(TorchDispatchMode):
-    """Counts products by the size of their weight, those of compiled graphs too, as a forward computes them.
+    """Count the matrix products of forwards by the shape of the weight, also in compiled graphs.
 
-    There a weight is transposed; a backward multiplies by it as it is.
+    A forward multiplies by the transposed weight, a backward by the weight.
     """
 
     def __init__(self) -> None:
@@ -100,8 +102,8 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_compiled_layer_that_is_recomputed_stops_in_front_of_its_last_product(compile_with) -> None:
-    """In a graph that runs as a whole, as Inductor's do."""
+def test_a_recomputed_compiled_layer_skips_its_last_product(compile_with) -> None:
+    """The graph runs as a whole, like Inductor's."""
     engine = compile_with("aot_eager", dynamic=False)
     with Products() as products:
         update(engine, WHOLE)
@@ -110,32 +112,27 @@ def test_a_compiled_layer_that_is_recomputed_stops_in_front_of_its_last_product(
     assert products.calls[intermediate, hidden] == layers
 
 
-def fail(graph: Any, inputs: Any) -> Any:
-    raise OSError("the compiler ran out of disk")
-
-
-def fail_as_inductor_does(graph: Any, inputs: Any) -> Any:
-    raise InductorError(OSError("the compiler ran out of disk"), None)
-
-
-def test_a_compiler_that_fails_is_named_with_the_way_around(compile_with) -> None:
-    way_around = r"ran out of disk.*set \+\+prefix_grouper\.compile_layers=False"
-    with pytest.raises(LayerCompilerError, match=way_around):
-        update(compile_with(fail, dynamic=False), WHOLE)
-    compile_with(aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=fail_as_inductor_does))
-    with pytest.raises(LayerCompilerError, match=way_around), compiling():
+def test_a_compiler_error_names_its_cause_and_fix(compile_with) -> None:
+    error, fix = (
+        OSError("the compiler ran out of disk"),
+        r"ran out of disk.*set \+\+prefix_grouper\.compile_layers=False",
+    )
+    with pytest.raises(LayerCompilerError, match=fix):
+        update(compile_with(Mock(side_effect=error), dynamic=False), WHOLE)
+    in_backward = Mock(side_effect=InductorError(error, None))
+    compile_with(aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=in_backward))
+    with pytest.raises(LayerCompilerError, match=fix), compiling():
         compile_forward(lambda x: x.sin().cos())(torch.ones(3, requires_grad=True)).sum().backward()
 
 
-def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with_the_way_around() -> None:
+def test_recomputation_in_another_dtype_is_an_error_with_its_fix() -> None:
     dtypes, x = iter((torch.bfloat16, torch.float32)), torch.ones(3, requires_grad=True)
-    way_around = r"CheckpointError.*metadata.*set \+\+prefix_grouper.compile_layers=False"
-    with pytest.raises(LayerCompilerError, match=way_around), compiling():
+    fix = r"CheckpointError.*metadata.*set \+\+prefix_grouper.compile_layers=False"
+    with pytest.raises(LayerCompilerError, match=fix), compiling():
         checkpoint(lambda x: x.to(next(dtypes)) ** 2, x, use_reentrant=False).sum().backward()
 
 
-def test_a_loss_that_torch_cannot_compile_is_not_said_to_be_a_layer(compile_with) -> None:
-    """Whose override would not help."""
+def test_an_error_that_compiles_a_loss_is_raised_unchanged(compile_with) -> None:
 
     @torch.compile(fullgraph=True, backend="eager")
     def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -150,65 +147,65 @@ def test_a_loss_that_torch_cannot_compile_is_not_said_to_be_a_layer(compile_with
         update(compile_with("eager", dynamic=False), WHOLE, loss)
 
 
-def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(compile_with, monkeypatch) -> None:
-    """torch itself would go on without compiling, for the rest of the training, after a line in the log."""
+def test_the_recompile_limit_is_an_error(compile_with, monkeypatch) -> None:
+    """torch itself would run the layer uncompiled for the rest of the training."""
     monkeypatch.setitem(compiled_layers.DYNAMO_SETTINGS, "recompile_limit", 1)
     with pytest.raises(LayerCompilerError, match=r"has made 1 graphs.*prefix_grouper\.compile_layers=False"):
         run_engine(compile_with("eager", dynamic=False), WHOLE)
 
 
 def settings() -> dict[str, Any]:
-    """Those of torch that compiled layers change, as they are now."""
+    """Current values of the torch settings that compiled layers change."""
     return {name: getattr(config, name) for name in compiled_layers.DYNAMO_SETTINGS} | {
         name: getattr(functorch_config, name) for name in compiled_layers.AUTOGRAD_SETTINGS
     }
 
 
-def test_a_forward_compiles_all_in_settings_that_no_loss_sees(compile_with) -> None:
-    """Else the backward compiles, and the checkpoint meets tensors and operators that the forward never had.
+def test_forwards_compile_everything_with_settings_that_no_loss_sees(compile_with) -> None:
+    """A graph that the backward compiles would not match the checkpoint.
 
-    A GPU's backward has a thread of its own; a compiled loss may have a number that changes in every step.
+    A GPU's backward runs in another thread, and a compiled loss needs torch's own settings.
     """
     ours = compiled_layers.DYNAMO_SETTINGS | compiled_layers.AUTOGRAD_SETTINGS
-    torchs = settings()
-    found, compiled_by_the_loss = [], []
+    stock, compiled_with, num_compiled = settings(), [], []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        found.append(settings())
+        compiled_with.append(settings())
         return graph.forward
 
     def loss(*args: Any, **kwargs: Any) -> Any:
-        assert settings() == torchs
-        compiled_by_the_loss.append(len(found))
+        assert settings() == stock
+        num_compiled.append(len(compiled_with))
         return actor_loss()(*args, **kwargs)
 
     update(compile_with(backend, dynamic=False), WHOLE, loss)
-    assert compiled_by_the_loss == [len(found)] != [0]
+    assert num_compiled == [len(compiled_with)] != [0]
     thread = Thread(target=compile_forward(torch.sin), args=(torch.ones(3),))
     thread.start()
     thread.join()
-    assert len(found) == compiled_by_the_loss[0] + 1
-    assert all(seen == ours for seen in found)
-    assert settings() == torchs != ours
+    assert len(compiled_with) == num_compiled[0] + 1
+    assert all(seen == ours for seen in compiled_with)
+    assert settings() == stock != ours
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_counts_and_sizes_of_weights_are_numbers_else_kernels_are_slower(compile_with, strategy: str) -> None:
-    found: list[tuple[str, Any]] = []
+def test_weight_shapes_and_counts_are_constants_in_compiled_graphs(compile_with, strategy: str) -> None:
+    """Kernels for symbolic sizes are slower."""
+    values: list[tuple[str, Any]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.extend((node.target, node.meta["example_value"]) for node in graph.graph.find_nodes(op="placeholder"))
+        values.extend((node.target, node.meta["example_value"]) for node in graph.graph.find_nodes(op="placeholder"))
         return graph.forward
 
     update(compile_with(backend, strategy=strategy), WHOLE)
-    shapes = [value.shape for _, value in found if isinstance(value, torch.Tensor)]
-    of_any_size = {len(shape) for shape in shapes if not all(type(size) is int for size in shape)}
-    assert min(of_any_size) == 3, "weights have two dimensions at most"
-    assert not [name for name, value in found if isinstance(value, torch.SymInt) and name.startswith("L_self")]
+    shapes = [value.shape for _, value in values if isinstance(value, torch.Tensor)]
+    dynamic = {len(shape) for shape in shapes if not all(type(size) is int for size in shape)}
+    assert min(dynamic) == 3, "weights have two dimensions at most"
+    assert not [name for name, value in values if isinstance(value, torch.SymInt) and name.startswith("L_self")]
 
 
-def test_experts_with_transposed_weights_compile_for_any_number_of_tokens() -> None:
-    """Those of gpt-oss. torch would end in an error that is of neither the compiler nor the model."""
+def test_gpt_oss_experts_compile_for_any_number_of_tokens() -> None:
+    """torch alone raises an error on their transposed weights."""
     compile_layers(transformers.AutoModelForCausalLM.from_config(tiny_config("gpt_oss")))
     inputs = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((5, 16), (2, 16, 16))]
     twice, rows = torch.arange(10) // 2, torch.tensor([4, 10], dtype=torch.int32)
@@ -221,13 +218,13 @@ def test_experts_with_transposed_weights_compile_for_any_number_of_tokens() -> N
     torch.testing.assert_close(compiled, torch.autograd.grad(experts(*inputs), inputs))
 
 
-def test_compiled_layers_of_a_model_are_of_one_class_or_fsdp1_wraps_the_first_alone(qwen3: str) -> None:
+def test_compiled_layers_have_one_class_so_that_fsdp1_wraps_all(qwen3: str) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
     compile_layers(module)
     assert len({type(layer) for layer in module.model.layers}) == 1
 
 
-def test_a_model_that_names_no_layers_is_refused() -> None:
+def test_a_model_without_layer_names_is_refused() -> None:
     module = torch.nn.Linear(2, 2)
     module._no_split_modules = None
     with pytest.raises(ValueError, match="compile_layers=False"):

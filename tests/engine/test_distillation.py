@@ -1,4 +1,4 @@
-"""verl's distillation losses read the same numbers with shared prefixes as of every sequence alone."""
+"""verl's distillation losses with shared prefixes match those of single sequences."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ LOSSES = [  # verl refuses k1 as a supervised loss
 
 
 def with_teacher(batch: TensorDict, k: int = 1) -> TensorDict:
-    """The batch with what a teacher said of each sequence, which differs where sequences are equal."""
+    """Add teacher outputs, which differ also between equal sequences."""
     rng, offsets = np.random.default_rng(5), batch["input_ids"].offsets()
     log_probs = torch.tensor(rng.normal(-4.5, 1.0, (int(offsets[-1]), k)), dtype=torch.float32)
     if k > 1:
@@ -42,13 +42,10 @@ def with_teacher(batch: TensorDict, k: int = 1) -> TensorDict:
 
 
 def loss_of(mode: str, policy_gradient: bool, task_rewards: bool) -> Callable:
-    of_loss = DistillationLossConfig(
-        loss_mode=mode, topk=K, use_policy_gradient=policy_gradient, use_task_rewards=task_rewards
-    )
+    flags = {"use_policy_gradient": policy_gradient, "use_task_rewards": task_rewards}
+    config = DistillationConfig(distillation_loss=DistillationLossConfig(loss_mode=mode, topk=K, **flags))
     actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    return partial(
-        distillation_ppo_loss, config=actor, distillation_config=DistillationConfig(distillation_loss=of_loss)
-    )
+    return partial(distillation_ppo_loss, config=actor, distillation_config=config)
 
 
 def top_k_batch(samples: list[Sample], only: bool = True, **settings: Any) -> TensorDict:
@@ -57,27 +54,27 @@ def top_k_batch(samples: list[Sample], only: bool = True, **settings: Any) -> Te
 
 
 @pytest.mark.parametrize(("mode", "policy_gradient", "task_rewards"), LOSSES)
-def test_single_sample_losses_give_the_gradients_of_the_sequences_alone(
+def test_single_sample_losses_match_single_sequences(
     packed: Any, qwen3: str, mode: str, policy_gradient: bool, task_rewards: bool
 ) -> None:
-    loss = loss_of(mode, policy_gradient, task_rewards)
     batch = with_teacher(make_batch([*MIXED, *BEGINNINGS], calculate_entropy=False, max_token_len_per_gpu=50))
-    support.check_exact(packed, qwen3, batch, loss)
+    support.check_exact(packed, qwen3, batch, loss_of(mode, policy_gradient, task_rewards))
 
 
-def test_a_filler_of_verls_has_no_micro_batch_of_its_own_where_losses_would_fail(packed: Any, qwen3: str) -> None:
-    samples = [*support.group(60, [6, 5, 7, 6], 1), Sample([2] * 9, [3], mask=[0])]
+def test_a_filler_sequence_never_fills_a_micro_batch_alone(packed: Any, qwen3: str) -> None:
+    """verl's losses fail on such a micro-batch."""
+    loss, samples = loss_of("k3", False, False), [*support.group(60, [6, 5, 7, 6], 1), Sample([2] * 9, [3], mask=[0])]
     batch = with_teacher(make_batch(samples, calculate_entropy=False, max_token_len_per_gpu=84))
-    support.check_exact(packed, qwen3, batch, loss_of("k3", False, False))
-    batch["loss_mask"] = batch["response_mask"] + (batch["response_mask"] == 0)  # V1 leaves it to rejected ones
-    support.check_exact(packed, qwen3, batch, loss_of("k3", False, False))
+    support.check_exact(packed, qwen3, batch, loss)
+    batch["loss_mask"] = batch["response_mask"] + (batch["response_mask"] == 0)  # V1 keeps it for rejected samples
+    support.check_exact(packed, qwen3, batch, loss)
     with pytest.raises(BatchError, match=r"force_group_size=2 keeps neighbours together"):
-        support.update(packed, with_teacher(make_batch(samples, force_group_size=2)), loss_of("k3", False, False))
+        support.update(packed, with_teacher(make_batch(samples, force_group_size=2)), loss)
 
 
 LONG_PROMPT = [*range(30), 1, 2, 3, 4, 5, 60, 61, 62]
 REACHING = [*NESTED, Sample(LONG_PROMPT, [4, 4]), Sample(LONG_PROMPT, [4, 5]), *support.group(8, [3, 4], 2)]
-"""Groups that exceed 44 tokens, and a prompt that reaches into a response."""
+"""Groups above 44 tokens, and a prompt that continues into a response."""
 WHOLE, SEVERAL, EXCEEDED = ({"temperature": 0.7, "max_token_len_per_gpu": tokens} for tokens in (1 << 30, 36, 44))
 WAYS: dict[str, tuple[list[Sample], dict, dict]] = {
     "whole": ([*MIXED, *BEGINNINGS], WHOLE, {}),
@@ -92,17 +89,17 @@ WAYS: dict[str, tuple[list[Sample], dict, dict]] = {
         {"splits": True, "engine": {"pad_to_length": True, "pad_to_length_bucket": 40, "logits_chunk_size": 5}},
     ),
 }
-"""Samples, how they are cut, and settings for ``make_engine``."""
+"""Samples, micro-batch settings, and arguments of ``make_engine``."""
 
 
 def check_top_k(engine: Any, path: str, batch: TensorDict, loss: Callable) -> None:
-    found = support.update(engine, batch, loss, return_model_output=True)
+    result = support.update(engine, batch, loss, return_model_output=True)
     expected = support.run_reference(path, batch, loss, of_logits=loss)
-    support.assert_same(found, expected)
-    if len(found.metrics["distillation/student_mass"]) == 1:  # else these are means of micro-batches
+    support.assert_same(result, expected)
+    if len(result.metrics["distillation/student_mass"]) == 1:  # else these are means of micro-batches
         for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):
             name = f"distillation/{name}"
-            assert found.metrics[name][0] == pytest.approx(expected.metrics[name])
+            assert result.metrics[name][0] == pytest.approx(expected.metrics[name])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ def check_top_k(engine: Any, path: str, batch: TensorDict, loss: Callable) -> No
         *((way, *terms) for way in list(WAYS)[:3] for terms in ((False, True), (True, False))),
     ],
 )
-def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
+def test_top_k_gradients_and_metrics_match_single_sequences(
     qwen3: str, way: str, policy_gradient: bool, task_rewards: bool
 ) -> None:
     samples, cut, options = WAYS[way]
@@ -130,14 +127,13 @@ def check_under_ulysses(rank: int, path: str) -> None:
         check_top_k(engine, path, batch, loss_of("forward_kl_topk", not only, False))
 
 
-def test_top_k_distillation_is_exact_where_ranks_share_tokens(qwen3: str) -> None:
+def test_top_k_distillation_is_exact_under_ulysses(qwen3: str) -> None:
     on_ranks(2, check_under_ulysses, qwen3)
 
 
-def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:
+def test_fused_kernels_are_refused_with_top_k(qwen3: str) -> None:
     engine = support.make_engine(qwen3, model=support.FUSED_HEAD)
     batch = with_teacher(make_batch(MIXED, calculate_entropy=False))
-    loss = loss_of("k1", True, False)
-    support.update(engine, batch, loss)
+    support.update(engine, batch, loss := loss_of("k1", True, False))
     with pytest.raises(BatchError, match=r"forward_kl_topk reads\. Fix: set .*use_fused_kernels=False"):
         support.update(engine, top_k_batch(MIXED), loss)

@@ -1,4 +1,4 @@
-"""Both modes give the log-probs, entropies, values and gradients of every sequence computed alone."""
+"""Log-probs, entropies, values and gradients of both modes match those of single sequences."""
 
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,18 @@ CASES: dict[str, list[Sample]] = {
         Sample([PAD, PAD, 5, PAD, 6, PAD], [PAD, 3, PAD]),
         Sample([PAD, PAD, 5, PAD, 6, PAD], [PAD, PAD]),
     ],
-    "same_prompt_in_rows_that_are_not_neighbours": [MIXED[0], *group(8, [3], 5), MIXED[1], *group(9, [2], 6), MIXED[2]],
+    "same_prompt_in_samples_that_are_not_neighbours": [
+        MIXED[0],
+        *group(8, [3], 5),
+        MIXED[1],
+        *group(9, [2], 6),
+        MIXED[2],
+    ],
     "responses_without_a_token": [*MIXED, Sample(MIXED[0].prompt, []), Sample([7, 8], []), *[Sample([7], [])] * 2],
-    "filler_rows_with_empty_loss_mask": [*MIXED[:3], *[Sample([2] * 127, [2], mask=[0])] * 3],
+    "filler_samples_with_empty_loss_mask": [*MIXED[:3], *[Sample([2] * 127, [2], mask=[0])] * 3],
     "responses_of_one_token": [Sample(range(6), [t]) for t in (1, 2, 3)],
     "identical_responses": [Sample(range(6), range(10, 15))] * 4,
-    "one_response_is_the_beginning_of_another": [
-        Sample(range(6), range(10, 15)),
-        Sample(range(6), range(10, 18)),
-        Sample(range(6), range(10, 12)),
-    ],
+    "one_response_is_the_beginning_of_another": [Sample(range(6), range(10, stop)) for stop in (15, 18, 12)],
     "everything_unique": [sample for seed in range(10, 15) for sample in group(6, [4], seed)],
     "single_token_prompts": [Sample([4], range(20, 26)), Sample([4], range(20, 23)), Sample([5], [6])],
     "a_prompt_that_reaches_into_a_sibling_response": [
@@ -45,9 +47,7 @@ CASES: dict[str, list[Sample]] = {
     ],
     "turns_that_only_continue_one_another": [Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(9)],
     "multi_turn_branches_three_deep": [
-        Sample(range(8), [*TURN, 60, 61]),
-        Sample(range(8), [*TURN, 60, 62, 63]),
-        Sample(range(8), [*TURN, 70]),
+        *(Sample(range(8), [*TURN, *tail]) for tail in ([60, 61], [60, 62, 63], [70])),
         Sample(range(8), [41, 42]),
         Sample([*range(5), 77], [1, 2]),
     ],
@@ -95,7 +95,7 @@ def test_windows_and_long_sequences_are_exact_or_refused(mode: str, model: str, 
     path = save_tiny_model(tmp_path, model_type, **({"max_position_embeddings": LONGEST} | sizes))
     engine = make_engine(path, padded=mode == "padded groups")
     check_exact(engine, path, make_batch(samples, **MODES[mode]))
-    if "rope_parameters" in sizes:  # one more token, and in stock verl its neighbours get other frequencies
+    if "rope_parameters" in sizes:  # with one more token, stock verl changes the frequencies of the whole micro-batch
         with pytest.raises(BatchError, match=rf"{LONGEST + 1} tokens; above {LONGEST} a "):
             infer(engine, make_batch([*samples, *group(LONGEST, [1], 4)], **MODES[mode]))
 
@@ -111,10 +111,7 @@ WAYS: dict[str, dict] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, way: str) -> None:
-    """Of two ways to write them; tests/architectures has every type.
-
-    verl's FSDP engine reads logits alone: the load-balancing loss of the model's output goes nowhere.
-    """
+    """verl's FSDP engine ignores the load-balancing loss of the model's output; tests/architectures has every type."""
     path = save_causal(tmp_path, model_type)
     engine = make_engine(path, model=WAYS[way])
     if way in IMPLEMENTATIONS:
@@ -124,15 +121,14 @@ def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, way:
 
 
 @pytest.mark.parametrize(("mode", "size"), [(mode, size) for mode in MODES for size in (1, 4, 5)])
-def test_cutting_by_number_changes_neither_order_nor_gradient_scale(engines, qwen3: str, mode: str, size: int) -> None:
-    """Each sample has its temperature; alone in a micro-batch, some have no response token."""
+def test_fixed_micro_batch_sizes_keep_order_and_gradient_scale(engines, qwen3: str, mode: str, size: int) -> None:
+    """With a temperature for each sample, and samples without a response token."""
     batch = make_batch(CASES["responses_without_a_token"], **PADDED | {"micro_batch_size_per_gpu": size})
     batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.5, 0.7, 0.7, 1.0])
     check_exact(engines[mode], qwen3, batch)
 
 
-def test_options_keep_the_numbers_of_padded_groups(qwen3: str) -> None:
-    """Which never compute the head in chunks."""
+def test_padded_groups_are_exact_with_options(qwen3: str) -> None:
     options = {"entropy_checkpointing": True, "reshard_after_forward": False}
     engine = make_engine(qwen3, padded=True, engine=options, model={"enable_gradient_checkpointing": False})
     assert engine.log_prob_head is None
@@ -140,7 +136,7 @@ def test_options_keep_the_numbers_of_padded_groups(qwen3: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_log_probs_change_by_no_bit_where_those_of_a_sibling_do(engines: dict[str, Any], mode: str) -> None:
+def test_log_probs_do_not_depend_on_sibling_responses(engines: dict[str, Any], mode: str) -> None:
     samples = group(12, [6, 6, 6], 8)
     changed = [samples[0], Sample(samples[1].prompt, [t ^ 1 for t in samples[1].response]), samples[2]]
     before, after = (
@@ -150,8 +146,8 @@ def test_log_probs_change_by_no_bit_where_those_of_a_sibling_do(engines: dict[st
     assert [torch.equal(*rows) for rows in zip(before, after, strict=True)] == [True, False, True]
 
 
-def test_positions_that_nobody_reads_hold_zero(packed: Any) -> None:
-    """The last token predicts nothing; verl rolls the next sequence's first token onto it."""
+def test_unread_positions_are_zero(packed: Any) -> None:
+    """The last token predicts nothing."""
     log_probs = infer(packed, make_batch(MIXED))["model_output"]["log_probs"]
     for row, sample in zip(log_probs.unbind(), MIXED, strict=True):
         assert row.shape == (len(sample.prompt) + len(sample.response),)
@@ -177,7 +173,7 @@ COUNTED: dict[str, dict[str, float]] = {
 
 
 @pytest.mark.parametrize("mode", COUNTED)
-def test_metrics_count_tokens_that_were_computed(engines: dict[str, Any], qwen3: str, mode: str) -> None:
+def test_metrics_count_computed_tokens(engines: dict[str, Any], qwen3: str, mode: str) -> None:
     padding = {"pad_to_length": True, "pad_to_length_bucket": 60}
     engine = make_engine(qwen3, engine=padding) if mode == "padding" else engines[mode]
     cut = PADDED if mode == "padded groups" else {"max_token_len_per_gpu": 45}
@@ -185,7 +181,7 @@ def test_metrics_count_tokens_that_were_computed(engines: dict[str, Any], qwen3:
     assert {name: metrics[f"prefix_grouper/{name}"] for name in expected} == {n: [x] for n, x in expected.items()}
 
 
-def test_dynamic_micro_batches_of_padded_groups_are_refused_with_both_ways_out(engines: dict[str, Any]) -> None:
+def test_dynamic_micro_batches_of_padded_groups_are_refused(engines: dict[str, Any]) -> None:
     batch = make_batch(MIXED, use_remove_padding=False, max_token_len_per_gpu=100)
     with pytest.raises(BatchError, match=r"use_remove_padding=True.*use_dynamic_bsz=False"):
         infer(engines["padded groups"], batch)

@@ -1,4 +1,4 @@
-"""The engine on a GPU in bf16: split groups as whole ones, and peaks; tests/options has errors beside stock verl's."""
+"""The engine on a GPU in bf16: split groups match whole ones, and peak memory."""
 
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,13 @@ OPTIONS: dict[str, dict] = {
 def test_the_error_of_carried_groups_is_that_of_whole_groups(tmp_path: Path, option: str) -> None:
     path = save_tiny_model(tmp_path, **GPU_SIZES)
     engines = {4096: make_engine(path, **OPTIONS[option]), 480: make_engine(path, splits=True, **OPTIONS[option])}
-    found: dict[int, list[dict[str, float]]] = {budget: [] for budget in engines}
+    by_budget: dict[int, list[dict[str, float]]] = {budget: [] for budget in engines}
     for seed in (1, 2, 3):
         reference = run_reference(path, two_groups(4096, seed), LOSS)
         for budget, engine in engines.items():
-            found[budget].append(error_of(engine, two_groups(budget, seed), reference, LOSS))
-    expected = pooled(found[4096])
-    worse = {name: error / expected[name] for name, error in pooled(found[480]).items()}
+            by_budget[budget].append(error_of(engine, two_groups(budget, seed), reference, LOSS))
+    expected = pooled(by_budget[4096])
+    worse = {name: error / expected[name] for name, error in pooled(by_budget[480]).items()}
     assert max(worse.values()) <= 1.05, worse
 
 
@@ -54,7 +54,7 @@ def test_compiled_updated_log_probs_are_the_old_ones_else_the_first_steps_kl_is_
 
 
 def peak_bytes(engine: Any, batch: TensorDict) -> tuple[float, dict]:
-    """What an update asks for, the second of two: the allocator's blocks are rounded. Then its metrics."""
+    """Peak of requested bytes in the second of two updates (the allocator rounds its blocks), and its metrics."""
     with engine.train_mode():
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
@@ -72,12 +72,12 @@ def test_peak_memory_does_not_grow_with_responses_times_vocabulary(tmp_path: Pat
 
 
 def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> None:
-    """Both are split into chunks of as many tokens within a few percent, of which some read and are read from."""
+    """Chunks of both groups have the same number of tokens within a few percent."""
     engine = make_engine(save_tiny_model(tmp_path, **GPU_SIZES), engine=BF16)
 
     def peak(responses: int) -> float:
-        found, metrics = peak_bytes(engine, make_batch(group(2048, [64] * responses, 1), max_token_len_per_gpu=4096))
+        size, metrics = peak_bytes(engine, make_batch(group(2048, [64] * responses, 1), max_token_len_per_gpu=4096))
         assert metrics["prefix_grouper/split_groups"] == [1.0]
-        return found
+        return size
 
     assert peak(512) < 1.05 * peak(256)

@@ -1,7 +1,6 @@
-"""Nothing of ours makes the host wait for the device between the first and the last micro-batch of a mini-batch.
+"""The plugin never synchronizes host and device within a mini-batch.
 
-A CPU has no device to wait for, so this watches for what waits on a GPU: a tensor's number read by Python, and
-operators whose result has as many elements as their input's values say.
+On a CPU, the test watches for what synchronizes a GPU: values read by Python, and operators with a data-dependent size.
 """
 
 import traceback
@@ -28,7 +27,7 @@ OURS = Path(passes.__file__).parents[1].as_posix()
 
 
 class Waits(TorchDispatchMode):
-    """Files that made the host wait: the innermost frame of ours, of verl's or of the libraries around."""
+    """Collects the files that synchronize: the innermost frame outside torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
-    """Watches every micro-batch from the selection of its sequences on, its backward included."""
+    """Watch forward and backward of every micro-batch."""
     watching, run = Waits(), engine_module.run_micro_batch
 
     def noting(method: Callable) -> Callable:
@@ -70,13 +69,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits: Waits, splits: bool) -> None:
-    """Of a head in one piece, and of one in chunks beside split groups."""
+def test_only_verls_loss_synchronizes_in_a_micro_batch(qwen3: str, waits: Waits, splits: bool) -> None:
+    """With a whole head, and with a head in chunks and split groups."""
     samples, budget = CASES["one_group_of_8"] if splits else (MIXED, 64)
     engine = make_engine(qwen3, splits=splits, engine={"logits_chunk_size": 2} if splits else {})
     run_engine(engine, make_batch(samples, max_token_len_per_gpu=budget))
-    # But for the kernel of CPUs, which no GPU runs, and for what reads the batch on the host.
+    # The CPU kernel is for CPUs only, and the batch is read on the host.
     assert not {name for name in waits.files if name.startswith(OURS)} - {passes.__file__, batch.__file__}
-    # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.
+    # The watch detects verl's loss and the CPU kernel.
     assert any("verl/workers/utils" in name for name in waits.files)
     assert passes.__file__ in waits.files

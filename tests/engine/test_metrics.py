@@ -1,4 +1,4 @@
-"""A mini-batch reports what its tokens cost, and means of its loss over all tokens, however it is cut."""
+"""Metrics of a mini-batch: token counts, FLOPs, memory, and loss means over all tokens."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from verl_pg_plugin.planning.cost import ModelFlops
 pytestmark = pytest.mark.usefixtures("process_group")
 
 FLOPS = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
-# Twice two responses of one token to a prompt of three; two of the prompts begin alike.
+# Two prompts of three tokens, with a common beginning and two responses of one token each.
 TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])
 SEQUENCES = Sequences(TOKENS, offsets=np.array([0, 4, 8, 12, 16]), prompt_lengths=np.array([3, 3, 3, 3]))
 NONE = MiniBatchCosts()
@@ -38,7 +38,7 @@ FULL = [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)]
 VERIFIED = [MiniBatchCosts(True, num_verified=n, verify_max_error=error) for n, error in ((4, 1e-6), (2, 3e-6))]
 # Groups are prompts: all four begin with token 1, one root.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "the gain, beside what whole prompts give": (
+    "the gain, and that of whole prompts": (
         {},
         {"flop_ratio": GAIN, "dedup_ratio": 16 / 8, "dedup_ratio_of_groups": WHOLE_PROMPTS},
     ),
@@ -57,11 +57,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing verified": ({"costs": [MiniBatchCosts(True)]}, {"verified_sequences": 0.0, "verify_max_error": None}),
     "nothing to verify": ({}, {"verified_sequences": None, "verify_max_error": None}),
 }
-"""Arguments of ``told_of``, and what is told (None: is not)."""
+"""Arguments of ``metrics_of``, and its metrics (None: absent)."""
 
 
-def told_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int = 1) -> dict[str, Any]:
-    """Of these micro-batches and what they cost on each rank, where so many ranks share a sequence."""
+def metrics_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int = 1) -> dict[str, Any]:
+    """Metrics of these micro-batches with ``costs`` of each rank."""
     micro_batches = [
         PlannedMicroBatch(members, SEQUENCES.select(members).build_layout(), None, Level.INPUTS_ON_HOST, True, True)
         for members in map(list, indices)
@@ -72,19 +72,18 @@ def told_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_mini_batch_tells_what_it_cost(case: str) -> None:
+def test_metrics_of_a_mini_batch(case: str) -> None:
     arguments, expected = CASES[case]
-    told = told_of(**arguments)
+    metrics = metrics_of(**arguments)
     for name, value in expected.items():
-        assert told.get(f"prefix_grouper/{name}") == (None if value is None else [value]), name
+        assert metrics.get(f"prefix_grouper/{name}") == (None if value is None else [value]), name
 
 
 def test_prompts_of_another_class_are_another_group() -> None:
     assert replace(SEQUENCES, classes=np.array([0, 1, 0, 0])).prompt_groups.tolist() == [0, 1, 2, 2]
 
 
-def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> None:
-    """Ranks wait for each other in every layer."""
+def test_micro_batches_run_in_order_of_flops() -> None:
     batch = make_batch([*group(4, [6] * 8, 2), *group(40, [6], 1)], max_token_len_per_gpu=60)
     for flops in (ModelFlops(0.0, 0.0, (PairCost(1.0),)), ModelFlops(1.0, 0.0, ())):
         options = {"packed": True, "caches": False, "forward_only": False, "policy": ActivationPolicy()}
@@ -94,14 +93,14 @@ def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> Non
         assert (layouts[0].num_tokens > layouts[1].num_tokens) == (not flops.pairs), "more tokens, fewer pairs here"
 
 
-# Few long responses, and many short ones: fair cuts of sequences are unfair cuts of tokens.
+# Few long responses, and many short ones: cuts of equal sequence counts have unequal token counts.
 SAMPLES = [*group(6, [40, 38], 1), *group(9, [2, 3, 1, 2], 2)]
 LOGGED = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/pg_loss")
 
 
 def loss_metrics(engine: Any, sequences: list[int] | None = None, **cut: Any) -> dict[str, Any]:
     batch = make_batch(SAMPLES, **cut)
-    # An old policy that differs from the new one by far in long responses alone.
+    # The old policy differs from the new one mainly in long responses.
     batch["old_log_probs"] = jagged([old - 0.3 * (len(old) > 9) for old in batch["old_log_probs"].unbind()])
     if sequences is not None:
         batch = tu.index_select_tensor_dict(batch, torch.tensor(sequences))
@@ -116,24 +115,23 @@ def on_rank(rank: int, path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "cut", [{"max_token_len_per_gpu": 60}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}], ids=str
 )
-def test_kl_and_clip_fraction_do_not_depend_on_how_a_mini_batch_is_cut(packed: Any, cut: dict[str, Any]) -> None:
-    """The mean over micro-batches that verl takes would count a short response as much as a long one."""
+def test_kl_and_clip_fraction_do_not_depend_on_micro_batches(packed: Any, cut: dict[str, Any]) -> None:
     whole, in_parts = (reduce_metrics(loss_metrics(packed, **made)) for made in ({"max_token_len_per_gpu": 1000}, cut))
     assert abs(whole["actor/ppo_kl"]) > 0.01
     for name in LOGGED:
         assert in_parts[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
 
 
-def test_what_rollout_correction_says_of_each_micro_batch_is_left_as_it_is(packed: Any) -> None:
-    """Some of it are extremes, which verl returns as means."""
+def test_rollout_correction_metrics_are_left_unchanged(packed: Any) -> None:
+    """Some of them are extremes."""
     bypass = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0, bypass_mode=True)
     loss = actor_loss(policy_loss=PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=bypass))
     logged = update(packed, make_batch(SAMPLES, max_token_len_per_gpu=60), loss).metrics
     assert logged["rollout_corr/rollout_is_max"].values == [2.0] * len(logged["actor/ppo_kl"].values)
 
 
-def test_a_rank_of_few_tokens_counts_as_little(packed: Any, qwen3: str) -> None:
-    """As verl's worker puts the metrics of ranks together."""
+def test_ranks_are_weighted_by_their_tokens(packed: Any, qwen3: str) -> None:
+    """verl's worker aggregates the metrics of ranks."""
     whole, ranks = reduce_metrics(loss_metrics(packed)), on_ranks(2, on_rank, qwen3)
     for name in LOGGED[:3]:
         assert Metric.aggregate_dp([rank[name] for rank in ranks]) == pytest.approx(whole[name], rel=1e-4, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Which engine and model class a mode gets; what a mode does not support is refused at once, with the way out."""
+"""Engine and model classes of each mode, and refusals of unsupported models."""
 
 import re
 import shutil
@@ -55,7 +55,7 @@ def test_dropout_and_a_class_outside_the_attention_interface_are_named() -> None
         check_no_dropout(torch.nn.Sequential(torch.nn.AlphaDropout(0.3)))
 
 
-def test_a_model_whose_config_does_not_tell_its_layers_is_refused_and_not_run_with_attention_of_its_own() -> None:
+def test_a_model_whose_config_has_no_number_of_layers_is_refused() -> None:
     class OwnConfig(transformers.PreTrainedConfig):
         model_type = "own"
 
@@ -78,14 +78,15 @@ def test_a_model_whose_config_does_not_tell_its_layers_is_refused_and_not_run_wi
         (NoKeywordsInDecoderForCausalLM, "NoKeywordsInDecoderForCausalLM: OwnDecoder.forward takes no other keywords"),
     ],
 )
-def test_a_class_that_would_not_get_the_layout_is_refused_as_it_is_built(model_class, said, tmp_path: Path) -> None:
+def test_a_class_that_cannot_receive_the_layout_is_refused(model_class, said, tmp_path: Path) -> None:
     path = save_own(tmp_path, model_class, attn_implementation="eager")
     with pytest.raises(ValueError, match=rf"prefixes cannot be shared in {re.escape(said)}.*use_prefix_grouper=False"):
         make_engine(path)
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "moshi"])
-def test_a_type_with_a_table_of_its_own_is_refused_as_it_is_built(model_type: str, tmp_path: Path) -> None:
+def test_a_type_with_its_own_attention_table_is_refused_unless_exact(model_type: str, tmp_path: Path) -> None:
+    """Whether it is exact depends on the version of transformers."""
     path = save_causal(tmp_path, model_type)
     if outcome_of(model_type).status == EXACT:
         make_engine(path, model={"enable_gradient_checkpointing": supports_checkpointing(model_type)})
@@ -94,7 +95,7 @@ def test_a_type_with_a_table_of_its_own_is_refused_as_it_is_built(model_type: st
             make_engine(path)
 
 
-def test_a_class_whose_flops_cannot_be_counted_trains_and_says_so_once(tmp_path: Path, caplog) -> None:
+def test_a_class_whose_flops_cannot_be_counted_trains_with_one_warning(tmp_path: Path, caplog) -> None:
     path = save_own(tmp_path, UnnamedExpertsForCausalLM)
     result = check_exact(make_engine(path), path, make_batch(MIXED))
     assert "prefix_grouper/flop_ratio" not in result.metrics
@@ -104,7 +105,7 @@ def test_a_class_whose_flops_cannot_be_counted_trains_and_says_so_once(tmp_path:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_value_class_that_the_checkpoint_brings_along(value_model: str, tmp_path: Path, padded: bool) -> None:
+def test_a_value_class_in_the_checkpoint_is_exact(value_model: str, tmp_path: Path, padded: bool) -> None:
     """``Qwen3ForValue`` reads a checkpoint of transformers' classifier."""
     patched = tmp_path / "patched"
     shutil.copytree(value_model, patched)
@@ -114,8 +115,7 @@ def test_value_class_that_the_checkpoint_brings_along(value_model: str, tmp_path
     check_exact(engine, value_model, critic_batch(MIXED, **(PADDED if padded else {})))
 
 
-def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> None:
-    """verl's critic usually starts from the actor's checkpoint."""
+def test_a_critic_of_a_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> None:
     engine, batch = make_engine(save_qwen3(tmp_path), critic=True), critic_batch(MIXED)
     losses = []
     for _ in range(4):
@@ -124,14 +124,14 @@ def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> Non
     assert losses[-1] < losses[0]
 
 
-def test_architecture_without_a_token_classifier_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+def test_a_critic_without_a_token_classifier_is_refused(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "olmo2")
     with pytest.raises(ValueError, match=r"no token classifier for 'olmo2'.*critic\.model\.path"):
         make_engine(path, critic=True)
 
 
-def test_mode_off_on_a_cpu_loads_and_gives_the_same_values(value_model: str) -> None:
-    """verl alone asks for flash-attn, which no CPU has."""
+def test_mode_off_on_a_cpu_gives_the_same_values(value_model: str) -> None:
+    """verl alone requires flash-attn, which no CPU has."""
     batch, off = critic_batch(MIXED[:3]), make_engine(value_model, packed=False, critic=True)
     assert verl_model.load_valuehead_model.__module__ == "verl.utils.model", "verl's own loader is put back"
     check_exact(off, value_model, batch)

@@ -1,4 +1,4 @@
-"""A prompt of one token without a response computes nothing, and verl gets its row of one value, which nobody reads."""
+"""A prompt of one token without a response computes nothing, and verl gets one unused value for it."""
 
 from functools import partial
 from typing import Any
@@ -16,8 +16,6 @@ from tests.support import check_exact, critic_batch, infer, make_engine, update
 ALONE = Sample([7], [])
 SAMPLES = [ALONE, *MIXED, ALONE, Sample([MIXED[0].prompt[0]], [])]
 
-OUTPUTS = "log_probs", "entropy"
-
 
 @pytest.fixture(scope="module", params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
@@ -30,7 +28,7 @@ def engine(qwen3: str, mode: str) -> Any:
 
 
 @pytest.mark.parametrize("together", [1, len(SAMPLES)])
-def test_shapes_loss_and_metrics_are_those_of_stock_verl(qwen3: str, engine: Any, mode: str, together: int) -> None:
+def test_shapes_loss_and_metrics_match_stock_verl(qwen3: str, engine: Any, mode: str, together: int) -> None:
     batch = make_batch(SAMPLES, **MODES[mode] | {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": together})
     stock, stocks = make_engine(qwen3, packed=False), tu.index_select_tensor_dict(batch, list(range(len(batch))))
     tu.assign_non_tensor(stocks, use_remove_padding=True)
@@ -40,30 +38,31 @@ def test_shapes_loss_and_metrics_are_those_of_stock_verl(qwen3: str, engine: Any
         assert [row.shape for row in outputs[name].unbind()] == [row.shape for row in rows.unbind()], name
     got, expected = update(engine, batch), update(stock, stocks)
     assert got.loss == pytest.approx(expected.loss, rel=1e-5)
-    if together > 1:  # else a mean over micro-batches depends on what is in each
+    if together > 1:  # else a mean over micro-batches depends on their content
         metrics = reduce_metrics(got.metrics)
         for name, value in reduce_metrics(expected.metrics).items():
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_mini_batch_of_nothing_else_has_its_outputs(engine: Any, mode: str) -> None:
+def test_a_mini_batch_of_one_token_prompts_only_has_outputs(engine: Any, mode: str) -> None:
     outputs = infer(engine, make_batch([ALONE, ALONE], **MODES[mode]))["model_output"]
-    assert {name: rows.offsets().tolist() for name, rows in outputs.items()} == {name: [0, 1, 2] for name in OUTPUTS}
+    offsets = {name: values.offsets().tolist() for name, values in outputs.items()}
+    assert offsets == {"log_probs": [0, 1, 2], "entropy": [0, 1, 2]}
 
 
-def test_a_critic_leaves_it_out_too(value_model: str, mode: str) -> None:
+def test_a_critic_is_exact_with_one_token_prompts(value_model: str, mode: str) -> None:
     engine = make_engine(value_model, critic=True, padded=mode != "packed")
     check_exact(engine, value_model, critic_batch(SAMPLES, **MODES[mode]))
 
 
 RANKS: dict[str, dict[str, Any]] = {
-    "packed": {"max_token_len_per_gpu": 36},  # the first rank splits a group, and the second prefills as often
+    "packed": {"max_token_len_per_gpu": 36},  # the first rank splits a group; the second runs as many prefills
     "padded groups": MODES["padded groups"] | {"micro_batch_size_per_gpu": 3},
 }
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_a_rank_of_nothing_else_beside_one_with_tokens_is_exact(qwen3: str, mode: str, strategy: str) -> None:
+def test_a_rank_of_one_token_prompts_only_is_exact(qwen3: str, mode: str, strategy: str) -> None:
     make = partial(make_batch, [*ONE_GROUP, *[ALONE] * 9], **RANKS[mode])
     options = {"splits": True} if mode == "packed" else {"padded": True}
     parts = [list(range(len(ONE_GROUP))), list(range(len(ONE_GROUP), len(ONE_GROUP) + 9))]

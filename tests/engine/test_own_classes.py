@@ -1,6 +1,5 @@
-"""A model class that no test covers is compared in the first mini-batches of a run, and refused where it is wrong."""
+"""An untested model class is verified in the first mini-batches of a run and refused if it is wrong."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -22,14 +21,11 @@ CUT = make_batch(SAMPLES, max_token_len_per_gpu=120)
 
 
 def save_own(folder: Path, mixing: str, name: str = "OwnForCausalLM") -> str:
-    """A checkpoint of the known type qwen3 that brings its class along."""
+    """Write a checkpoint of type qwen3 with its own class."""
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(**TINY, mixing=mixing)
+    config = transformers.Qwen3Config(**TINY, mixing=mixing, auto_map={"AutoModelForCausalLM": f"modeling_own.{name}"})
     getattr(modeling_own, name)(config).save_pretrained(folder)
     shutil.copy(str(modeling_own.__file__), folder)
-    file = folder / "config.json"
-    own = {"auto_map": {"AutoModelForCausalLM": f"modeling_own.{name}"}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | own))
     return str(folder)
 
 
@@ -43,26 +39,22 @@ def test_a_class_that_mixes_neighbouring_tokens_is_refused(mixing: str, name: st
             run(make_engine(path, model=TRUSTED), make_batch(SAMPLES))
 
 
-def test_sequences_that_share_nothing_are_compared_too(tmp_path: Path) -> None:
-    engine = make_engine(save_own(tmp_path, "shift"), model=TRUSTED)
+@pytest.mark.parametrize("padded", [False, True], ids=["no shared tokens", "padded groups"])
+def test_other_micro_batches_are_verified_too(tmp_path: Path, padded: bool) -> None:
+    engine = make_engine(save_own(tmp_path, "shift"), model=TRUSTED, padded=padded)
+    apart = make_batch([*group(9, [14], 1), *group(7, [12], 2), *group(8, [11], 3)])
     with pytest.raises(MismatchError):
-        infer(engine, make_batch([*group(9, [14], 1), *group(7, [12], 2), *group(8, [11], 3)]))
+        infer(engine, make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=7) if padded else apart)
 
 
-def test_padded_groups_are_compared_too(tmp_path: Path) -> None:
-    engine = make_engine(save_own(tmp_path, "shift"), model=TRUSTED, padded=True)
-    with pytest.raises(MismatchError):
-        infer(engine, make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=7))
-
-
-def test_off_runs_such_a_class_all_the_same(tmp_path: Path) -> None:
+def test_verify_off_runs_a_wrong_class(tmp_path: Path) -> None:
     path, batch = save_own(tmp_path, "shift"), make_batch(SAMPLES)
     outputs = old_outputs(make_engine(path, model=TRUSTED, engine={"verify": "off"}), batch)["log_probs"]
     alone = run_reference(path, batch, **TRUSTED).outputs["log_probs"]
     assert max((got - want).abs().max() for got, want in zip(outputs, alone, strict=True)) > 0.1
 
 
-def test_a_right_class_passes_and_is_compared_in_one_mini_batch_of_each_kind(tmp_path: Path, caplog) -> None:
+def test_an_exact_class_is_verified_in_one_mini_batch_of_each_kind(tmp_path: Path, caplog) -> None:
     path = save_own(tmp_path, "nothing")
     engine = make_engine(path, model=TRUSTED)
     assert [verified(step(engine, CUT)) for step in (inferred, inferred, updated, updated)] == [4, 0, 4, 0]
@@ -73,14 +65,14 @@ def test_a_right_class_passes_and_is_compared_in_one_mini_batch_of_each_kind(tmp
 
 
 def end_on_two_ranks(rank: int, path: str) -> tuple[str, str]:
-    """What ends a rank where only the first has neighbours that bleed into each other."""
+    """Return this rank's error; only rank 0 has several sequences in a micro-batch."""
     batch = make_batch(SAMPLES if rank == 0 else group(9, [14], 1))
     with pytest.raises((MismatchError, RankError)) as caught:
         infer(make_engine(path, model=TRUSTED), batch)
     return caught.type.__name__, str(caught.value)
 
 
-def test_ranks_end_together_where_one_is_wrong(tmp_path: Path) -> None:
-    (first, said), (second, told) = on_ranks(2, end_on_two_ranks, save_own(tmp_path, "shift"))
-    assert (first, second) == ("MismatchError", "RankError")
-    assert told == f"rank 0: MismatchError: {said}"
+def test_a_mismatch_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
+    (first, message), second = on_ranks(2, end_on_two_ranks, save_own(tmp_path, "shift"))
+    assert first == "MismatchError"
+    assert second == ("RankError", f"rank 0: MismatchError: {message}")

@@ -1,4 +1,4 @@
-"""The plugin is found, light, idempotent, and noticed when it is not in force."""
+"""Registration with verl: in every import order, light, idempotent, and an error if it is missing."""
 
 import importlib
 import json
@@ -36,7 +36,7 @@ import verl
 print(EngineRegistry._engines["language_model"]["fsdp"]["cuda"].__module__)
 print(torch.cuda.is_initialized(), sorted({{"flash_attn", "vllm"}} & set(sys.modules)))
 """
-# Before the mode is asked for, verl's entry point knows the flag, and its trainers keep groups.
+# Before a config selects the mode, verl's entry point checks the flag, and its trainers keep groups.
 FIRST_IMPORT = """
 import verl_pg_plugin.{module}
 import verl.utils.config
@@ -55,7 +55,7 @@ logging.basicConfig(level="ERROR"); logging.root.handlers[0].setLevel("ERROR")
 sys.modules["model_hosting_container_standards.logging_config"] = logging; import verl_pg_plugin.trainer.groups
 logging.getLogger("verl_pg_plugin.engine.engine").warning("a level")
 logging.getLogger("verl_pg_plugin.trainer.groups").info("tokens not computed")
-logging.root.handlers[0].setLevel("WARNING"); logging.getLogger("verl_pg_plugin.engine.engine").warning("told once")
+logging.root.handlers[0].setLevel("WARNING"); logging.getLogger("verl_pg_plugin.engine.engine").warning("once")
 """
 SIZE = """
 import json, resource, sys
@@ -70,7 +70,7 @@ HOOKS_BROKEN = "sys.modules['verl_pg_plugin.cpu'] = None\nimport verl"
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "root logger silenced": (ROOT_LOGGER_SILENCED, CPU),
     "verl first": (IMPORT_VERL, CPU),
-    # Then verl's entry point finds the package loaded and runs nothing.
+    # Then verl's entry point skips the loaded package.
     "package first": ("import importlib.util, verl_pg_plugin; importlib.util.find_spec('verl')" + BUILT, CPU),
     "external module": (BUILT, CPU | NO_PLUGINS | {"VERL_USE_EXTERNAL_MODULES": "verl_pg_plugin"}),
     "broken": (BROKEN + SELECT_THE_MODE, NVIDIA),
@@ -88,8 +88,8 @@ def ended() -> dict[str, Ended]:
     return dict(zip(CASES, run_fresh(list(CASES.values())), strict=True))
 
 
-def test_a_run_without_the_flag_takes_at_most_20_mib_and_prints_nothing(ended: dict[str, Ended]) -> None:
-    """Modules stand in for seconds, which depend on the machine."""
+def test_without_the_flag_the_plugin_takes_20_mib_and_prints_nothing(ended: dict[str, Ended]) -> None:
+    """The number of modules replaces the import time, which depends on the machine."""
     stock, ours = ended["stock"], ended["the flag off"]
     (stock_kib, stock_modules), (kib, modules) = (json.loads(result.stdout) for result in (stock, ours))
     assert "verl_pg_plugin" in modules, ours.stderr
@@ -104,36 +104,36 @@ def test_importing_verl_registers_without_cuda_kernels_or_vllm_and_logs_one_line
     assert sum(line.startswith("verl_pg_plugin ") for line in result.stderr.splitlines()) == 1
 
 
-def test_warnings_and_the_tokens_saved_are_told_where_vllm_silences_the_root_logger(ended: dict[str, Ended]) -> None:
-    told = [line.rpartition(":")[2] for line in ended["root logger silenced"].stderr.splitlines()[-3:]]
-    assert told == ["a level", "tokens not computed", "told once"], ended["root logger silenced"].stderr
+def test_logs_appear_once_although_vllm_silences_the_root_logger(ended: dict[str, Ended]) -> None:
+    lines = ended["root logger silenced"].stderr.splitlines()
+    assert [line.rpartition(":")[2] for line in lines[-3:]] == ["a level", "tokens not computed", "once"], lines
 
 
-@pytest.mark.parametrize("case", ["package first", "external module", "no plugins, the mode selected"])
-def test_engines_are_registered_whoever_imports_the_package_first_or_selects_the_mode(ended, case: str) -> None:
-    assert ended[case].stdout.split() == [OURS], ended[case].stderr
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        *((case, [OURS]) for case in ("package first", "external module", "no plugins, the mode selected")),
+        *((module, ["True", OURS, "ServerAdapter"]) for module in FIRST_MODULES),
+    ],
+)
+def test_engines_are_registered_in_every_import_order(ended, case: str, expected: list[str]) -> None:
+    assert ended[case].stdout.split() == expected, ended[case].stderr
+    assert "not registered" not in ended[case].stderr
 
 
-@pytest.mark.parametrize("module", FIRST_MODULES)
-def test_whichever_module_imports_verl_first_the_mode_engages_without_a_warning(ended, module: str) -> None:
-    result = ended[module]
-    assert result.stdout.split() == ["True", OURS, "ServerAdapter"], result.stderr
-    assert "not registered" not in result.stderr
-
-
-def test_waiting_for_a_module_takes_no_finder_from_under_the_imports_of_other_threads(monkeypatch) -> None:
+def test_after_import_leaves_the_finders_of_other_threads_in_place(monkeypatch) -> None:
     seen: list[list[object]] = []
-    acted: list[None] = []
-    behind = Mock(**{"find_spec.side_effect": lambda *asked: seen.append([*sys.meta_path])})
-    monkeypatch.setattr(sys, "meta_path", [behind, *sys.meta_path])
+    calls: list[None] = []
+    finder = Mock(**{"find_spec.side_effect": lambda *_: seen.append([*sys.meta_path])})
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    after_import("colorsys", lambda: acted.append(None))
+    after_import("colorsys", lambda: calls.append(None))
     before = [*sys.meta_path]
     importlib.reload(importlib.import_module("colorsys"))
-    assert (acted, sys.meta_path, seen) == ([None], before, [before] * 2)
+    assert (calls, sys.meta_path, seen) == ([None], before, [before] * 2)
 
 
-def test_on_cuda_ours_wins_and_registering_again_changes_nothing() -> None:
+def test_registering_again_changes_nothing_and_keeps_engines_of_other_devices() -> None:
     before = {model: dict(entries) for model, entries in EngineRegistry._engines.items()}
     registration.register_engines()
     assert {model: dict(entries) for model, entries in EngineRegistry._engines.items()} == before
@@ -142,15 +142,15 @@ def test_on_cuda_ours_wins_and_registering_again_changes_nothing() -> None:
     assert entries["cuda"].__module__ == entries["npu"].__module__ == STOCK
 
 
-def test_a_broken_plugin_is_silent_in_verl_but_not_when_the_mode_is_asked_for(ended: dict[str, Ended]) -> None:
-    """verl logs a plugin that fails to load at DEBUG; the config that selects the mode raises its error."""
+def test_a_broken_plugin_is_an_error_only_if_a_config_selects_the_mode(ended: dict[str, Ended]) -> None:
+    """verl logs a plugin that fails to load at DEBUG."""
     assert ended["broken"].returncode != 0
     assert "import of verl_pg_plugin.engine.engine halted" in ended["broken"].stderr
     assert ended["broken hooks, the flag set"].returncode == 2
     assert "use_prefix_grouper=true, but engines are not registered (" in ended["broken hooks, the flag set"].stderr
 
 
-def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_is_refused_if_verl_would_build_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "huawei")
     PrefixGrouperEngineConfig(strategy="fsdp2", use_prefix_grouper=False)

@@ -1,4 +1,4 @@
-"""Memory that a rank may pin is what its machine and its container have left."""
+"""Pinned host memory of a rank is bounded by the free memory of machine and container."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ VERSION1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_fi
 VERSION2 = ("memory.max", "memory.current", "inactive_file")
 
 
-def test_a_machine_keeps_a_reserve_and_ranks_share_the_rest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_free_memory_without_the_reserve(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 90 - 100 * HOST_RESERVE
     assert host_bytes(root) == pytest.approx(free * GIB)
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "8")
@@ -43,7 +43,7 @@ def test_a_machine_keeps_a_reserve_and_ranks_share_the_rest(root: Path, monkeypa
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["path shown", "path hidden by the container"])
-def test_a_limit_of_version_2_counts_without_files_that_can_be_dropped(root: Path, shown: bool) -> None:
+def test_a_cgroup_v2_limit_counts_without_inactive_files(root: Path, shown: bool) -> None:
     write(root / "proc/self/cgroup", "0::/slurm/job_7/step\n")
     folder = root / "sys/fs/cgroup" / ("slurm/job_7" if shown else "")
     limit(folder, VERSION2, 50 * GIB, used=30, files=20)
@@ -52,10 +52,10 @@ def test_a_limit_of_version_2_counts_without_files_that_can_be_dropped(root: Pat
     assert host_bytes(root) == pytest.approx((90 - 100 * HOST_RESERVE) * GIB)
 
 
-def test_a_limit_of_version_1_counts_and_nothing_below_none_is_left(root: Path) -> None:
+def test_a_cgroup_v1_limit_counts_down_to_zero(root: Path) -> None:
     write(root / "proc/self/cgroup", "8:pids:/x\n4:cpu,memory:/docker/abc\n0::/\n")
     limit(root / "sys/fs/cgroup/memory", VERSION1, 40 * GIB, used=12, files=2)
-    (root / "sys/fs/cgroup/memory/memory.stat").rename(root / "stat")  # not every container has one
+    (root / "sys/fs/cgroup/memory/memory.stat").rename(root / "stat")  # some containers have none
     assert host_bytes(root) == pytest.approx((40 * (1 - HOST_RESERVE) - 12) * GIB)
     (root / "stat").rename(root / "sys/fs/cgroup/memory/memory.stat")
     assert host_bytes(root) == pytest.approx((40 * (1 - HOST_RESERVE) - 10) * GIB)

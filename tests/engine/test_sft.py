@@ -1,4 +1,4 @@
-"""Supervised batches, which say only by their loss mask what is learned, are exact with shared prefixes."""
+"""Supervised batches, whose loss mask alone selects the labels, are exact with shared prefixes."""
 
 import logging
 from functools import partial
@@ -18,11 +18,11 @@ from verl_pg_plugin.engine.batch import read_sequences
 LOSS = partial(sft_loss, config=None)
 
 Row = tuple[list[int], list[int]]
-"""Tokens, and which of them the loss counts."""
+"""Tokens and their loss mask."""
 
 
-def rows() -> list[Row]:
-    """Answers to one question, turns cut into samples, two turns in one sample, and nothing to learn."""
+def make_samples() -> list[Row]:
+    """Answers to one question, turns cut into samples, two turns in one sample, and samples without a label."""
     rng = np.random.default_rng(0)
 
     def text(length: int) -> list[int]:
@@ -30,16 +30,13 @@ def rows() -> list[Row]:
 
     system = text(30)
     question, context = system + text(9), system + text(4)
-    found = [(question + text(n), [0] * len(question) + [1] * n) for n in (5, 9, 7)]
+    samples = [(question + text(n), [0] * len(question) + [1] * n) for n in (5, 9, 7)]
     for _ in range(3):
         answer = text(6)
-        found.append((context + answer, [0] * len(context) + [1] * len(answer)))
+        samples.append((context + answer, [0] * len(context) + [1] * len(answer)))
         context = context + answer + text(3)
-    found.append(([*system, *text(18)], [0] * 33 + [1] * 4 + [0] * 5 + [1] * 6))
-    found.append((text(8), [0] * 8))
-    found.append((text(6), [1] * 6))
-    found.append((text(1), [0]))
-    return found
+    samples.append(([*system, *text(18)], [0] * 33 + [1] * 4 + [0] * 5 + [1] * 6))
+    return [*samples, (text(8), [0] * 8), (text(6), [1] * 6), (text(1), [0])]
 
 
 def sft_batch(samples: list[Row], tokens: int = 1 << 30) -> TensorDict:
@@ -49,14 +46,13 @@ def sft_batch(samples: list[Row], tokens: int = 1 << 30) -> TensorDict:
         "loss_mask": jagged(torch.tensor(mask) for _, mask in samples),
     }
     data = TensorDict(fields, batch_size=len(samples))
-    tu.assign_non_tensor(
-        data, use_remove_padding=True, use_dynamic_bsz=True, max_token_len_per_gpu=tokens, temperature=1.0
-    )
+    flags = {"use_remove_padding": True, "use_dynamic_bsz": True}
+    tu.assign_non_tensor(data, **flags, max_token_len_per_gpu=tokens, temperature=1.0)
     return data
 
 
 def alone(path: str, samples: list[Row]) -> Result:
-    """Every sequence alone; the first token of a sequence is predicted by nothing."""
+    """Loss and gradients of single sequences; nothing predicts their first tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     loss, count = torch.zeros(()), sum(sum(mask) for _, mask in samples)
     for ids, mask in samples:
@@ -68,15 +64,16 @@ def alone(path: str, samples: list[Row]) -> Result:
 
 
 @pytest.mark.parametrize("tokens", [1 << 30, 70, 60])
-def test_loss_and_gradients_are_those_of_the_sequences_alone(packed: Any, qwen3: str, tokens: int, caplog) -> None:
+def test_loss_and_gradients_match_single_sequences(packed: Any, qwen3: str, tokens: int, caplog) -> None:
+    samples = make_samples()
     with caplog.at_level(logging.INFO, logger="verl_pg_plugin"):
-        found = update(packed, sft_batch(rows(), tokens), LOSS)
-    assert_same(found, alone(qwen3, rows()))
+        result = update(packed, sft_batch(samples, tokens), LOSS)
+    assert_same(result, alone(qwen3, samples))
     assert float(caplog.messages[-1].removeprefix("shared prefixes: dedup ratio ")) > 1.5
-    assert not any("prefix_grouper" in name for name in found.metrics), "loggers of verl's SFT trainer take no lists"
+    assert not any("prefix_grouper" in name for name in result.metrics), "loggers of verl's SFT trainer take no lists"
 
 
-def test_the_prompt_is_what_lies_in_front_of_the_first_token_that_counts() -> None:
+def test_the_prompt_ends_before_the_first_label() -> None:
     masks = ([0, 0, 1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 0, 0, 1])
     samples = [([5] * len(mask), list(mask)) for mask in masks]
     assert read_sequences(sft_batch(samples)).prompt_lengths.tolist() == [2, 2, 1, 3]

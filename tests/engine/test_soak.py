@@ -1,4 +1,4 @@
-"""Updates of ragged random batches leave nothing behind, in any mode."""
+"""Updates of ragged random batches leak no tensor, in any mode."""
 
 import gc
 from typing import Any
@@ -14,14 +14,14 @@ from tests.support import actor_loss, infer, make_engine
 MODES: dict[str, dict[str, Any]] = {
     "packed": {"splits": True},
     "packed, verified, head in chunks": {"engine": {"verify": "every_1", "logits_chunk_size": 64}},
-    "packed, never carried, attention recomputed": {"engine": {"prefix_cache": "off", "activations": "inputs"}},
+    "packed, no prefix cache, attention recomputed": {"engine": {"prefix_cache": "off", "activations": "inputs"}},
     "padded groups": {"padded": True},
 }
 QUICK, *OTHERS = MODES
 
 
 @pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_no_tensor_outlives_its_update(qwen3: str, name: str) -> None:
+def test_updates_leak_no_tensor(qwen3: str, name: str) -> None:
     engine, held = make_engine(qwen3, **MODES[name]), []
     for seed in range(5):
         samples = random_samples(seed)
@@ -33,4 +33,4 @@ def test_no_tensor_outlives_its_update(qwen3: str, name: str) -> None:
         del batch
         gc.collect()
         held.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
-    assert held[-1] <= held[2], held  # by then what is cached is there
+    assert held[-1] <= held[2], held  # caches are full by then

@@ -1,4 +1,4 @@
-"""Two processes: no rank waits for one that failed, and runs resume from checkpoints of either mode in either mode."""
+"""Two processes: no rank blocks on one that failed, and either mode resumes from checkpoints of either mode."""
 
 import os
 import time
@@ -21,7 +21,7 @@ from verl.utils import tensordict_utils as tu
 from tests.architectures.tiny_configs import save_causal
 from tests.conftest import free_port
 from tests.engine.carried_cases import ONE_GROUP
-from tests.engine.ranks import SECONDS_BEHIND_A_FAILURE, check_exact_on_ranks, on_ranks, weights_stay_on_the_cpu
+from tests.engine.ranks import SECONDS_AFTER_A_FAILURE, check_exact_on_ranks, on_ranks, weights_stay_on_the_cpu
 from tests.engine.test_exactness import MIXED
 from tests.fresh import python
 from tests.support import actor_loss, clone, group, make_engine, update
@@ -35,8 +35,8 @@ from verl_pg_plugin.planning.activation_level import MemoryBudget
 SAMPLES = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2), *group(6, [7, 1], 3)]
 
 
-def told_or_raised(rank: int, cause: str) -> Any:
-    """Rank 1 fails with the cause, and rank 0 because it is told so."""
+def raises_on_both(rank: int, cause: str) -> Any:
+    """Expect ``cause`` on rank 1, and an error with the message of rank 1 on rank 0."""
     return pytest.raises((ValueError, RuntimeError, OSError), match=cause if rank else f"(?s)^rank 1: .*{cause}")
 
 
@@ -51,22 +51,20 @@ def fail_on_rank_one(rank: int, path: str) -> None:
         "1 sequences cannot fill 9 micro-batches": few,
     }
     for cause, batch in failing.items():
-        with told_or_raised(rank, cause):
+        with raises_on_both(rank, cause):
             update(engine, batch if rank == 1 or batch is few else good)
-    second = OSError("no room") if rank else MemoryBudget(0, 0)
+    budgets = [MemoryBudget(rank, 3 - rank, 1 + rank), OSError("no room") if rank else MemoryBudget(0, 0)]
     with (
         patch.object(engine_module, "get_device_name", lambda: "cuda"),
-        patch.object(
-            engine_module, "memory_budget_of_rank", side_effect=[MemoryBudget(rank, 3 - rank, 1 + rank), second]
-        ),
+        patch.object(engine_module, "memory_budget_of_rank", side_effect=budgets),
     ):
-        assert engine._activation_policy(forward_only=False).memory == MemoryBudget(0, 2, 1), "the least of both"
-        with told_or_raised(rank, "no room"):
+        assert engine._activation_policy(forward_only=False).memory == MemoryBudget(0, 2, 1), "the minimum over ranks"
+        with raises_on_both(rank, "no room"):
             engine._activation_policy(forward_only=False)
     update(engine, good)
 
 
-def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(qwen3: str) -> None:
+def test_an_error_on_one_rank_stops_both_and_the_next_batch_runs(qwen3: str) -> None:
     on_ranks(2, fail_on_rank_one, qwen3)
 
 
@@ -92,17 +90,17 @@ def build_on_unlike_machines(rank: int, path: str) -> None:
     with unlike, pytest.raises(RanksDifferError, match=compiler):
         make_engine(path)
     no_compiler = patch.dict(os.environ, {"CXX": "/nowhere/c++"}) if rank == 1 else nullcontext()
-    with no_compiler, told_or_raised(rank, r"needs a C\+\+ compiler.*compile_layers=False"):
+    with no_compiler, raises_on_both(rank, r"needs a C\+\+ compiler.*compile_layers=False"):
         make_engine(path, engine={"compile_layers": True})
     update(make_engine(path), make_batch(SAMPLES))
 
 
-def test_a_rank_whose_machine_lacks_what_the_other_runs_stops_both(qwen3: str) -> None:
+def test_ranks_with_different_kernels_or_compilers_are_refused(qwen3: str) -> None:
     on_ranks(2, build_on_unlike_machines, qwen3)
 
 
 def run_to_the_end(rank: int, path: str, store: str, failing: Any) -> None:
-    """An update whose loss fails on rank 1, in a process that ends with the error, as verl's worker does."""
+    """Run an update whose loss fails on rank 1; the process ends with the error, as verl's worker does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     engine = make_engine(path, splits=True)
@@ -123,22 +121,22 @@ def test_an_error_in_a_forward_of_one_rank_ends_both_processes(qwen3: str) -> No
         failing.wait(timeout=120)
         start = time.monotonic()
         for process in processes:
-            process.join(timeout=max(start + SECONDS_BEHIND_A_FAILURE - time.monotonic(), 0))
-        assert [process.exitcode for process in processes] == [1, 1], "a rank waits for one that is gone"
+            process.join(timeout=max(start + SECONDS_AFTER_A_FAILURE - time.monotonic(), 0))
+        assert [process.exitcode for process in processes] == [1, 1], "a rank blocks on one that has ended"
     finally:
         for process in processes:
             process.kill()
 
 
 def state_of(engine: Any) -> list[torch.Tensor]:
-    """Copies of this rank's shards of weights and of the optimizer's moments, in the order of the model."""
+    """Copies of this rank's shards of weights and optimizer state, in the order of the model."""
     moments = [engine.optimizer.state[p] for p in engine.module.parameters()]
     state = [*engine.module.parameters(), *(of[name] for of in moments for name in ("exp_avg", "exp_avg_sq", "step"))]
     return [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in state]
 
 
 def resume(rank: int, path: str, strategy: str, folder: str) -> None:
-    """Engines of both modes save, those of both resume, and each takes the step that the first took uninterrupted."""
+    """Save and resume in both modes, and compare the next step with that of the uninterrupted engine."""
     rows = tu.index_select_tensor_dict(make_batch(MIXED), list(range(rank, len(MIXED), 2)))
 
     def build(packed: bool) -> Any:
@@ -155,7 +153,7 @@ def resume(rank: int, path: str, strategy: str, folder: str) -> None:
         saved = step(through)
         through.save_checkpoint(f"{folder}/{saves}", global_step=1)
         later = step(through)
-        for loads in (True, False) if saves else (True,):  # else it is all verl's own
+        for loads in (True, False) if saves else (True,):  # verl tests stock to stock
             resumed = build(loads)
             resumed.load_checkpoint(f"{folder}/{saves}")
             assert all(map(torch.equal, state_of(resumed), saved))
@@ -173,17 +171,17 @@ def resume_on_a_cpu(*args: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_runs_resume_with_the_mode_toggled(qwen3: str, strategy: str, tmp_path: Path) -> None:
-    """Weights and the optimizer's state."""
     on_ranks(2, resume_on_a_cpu, qwen3, strategy, str(tmp_path))
 
 
 def names_of_buffers(rank: int, path: str) -> list[str]:
-    """In the order in which transformers registers them."""
+    """Names in the order in which transformers registers the buffers."""
     return [name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(path).named_buffers()]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_ranks_with_unlike_hash_seeds_have_the_same_rotary_frequencies(tmp_path: Path, strategy: str) -> None:
+def test_ranks_with_different_hash_seeds_are_exact(tmp_path: Path, strategy: str) -> None:
+    """transformers registers the rotary frequencies of Gemma 3 in the order of a set."""
     path = save_causal(tmp_path, "gemma3_text")
     first, second = on_ranks(2, names_of_buffers, path, own_hash_seeds=True)
     assert first != second

@@ -1,4 +1,4 @@
-"""Verify mode lets clean runs pass, compares the samples it should, and stops where shared prefixes differ."""
+"""Verify mode passes exact runs, compares the configured samples and raises on a difference."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,17 +58,15 @@ FAULTS = {fault.__name__: fault for fault in (wrong_key, position_off_by_one, wr
 
 
 def break_layouts(engine: Any, fault: Callable[[PackedLayout], PackedLayout] = wrong_key) -> Any:
-    """The engine with ``fault`` in every layout that shares tokens, as a bug would put it there."""
+    """Apply ``fault`` to every layout that shares tokens; returns the engine."""
     mini_batch = engine._mini_batch
 
     def broken(*args: Any) -> MiniBatch:
         batch = mini_batch(*args)
         inputs = batch.inputs
-
-        def of_fault(layout: PackedLayout, *args: Any, **kwargs: Any) -> Any:
-            return inputs(fault(layout) if layout.shares_tokens else layout, *args, **kwargs)
-
-        vars(batch)["inputs"] = of_fault
+        vars(batch)["inputs"] = lambda layout, *args, **kwargs: inputs(
+            fault(layout) if layout.shares_tokens else layout, *args, **kwargs
+        )
         return batch
 
     engine._mini_batch = broken
@@ -106,21 +104,21 @@ def test_a_fault_in_the_layout_is_caught(qwen3: str, precision: str, fault: str)
 
 
 def verify_under_ulysses(rank: int, path: str) -> tuple[list[float], str]:
-    """Largest errors of a clean run, and the message of a fault, where two ranks share each sequence."""
+    """Return the largest errors of an exact run and the message of a faulty one under Ulysses."""
     options = {**ALWAYS, "ulysses_sequence_parallel_size": 2}
     engine, batch = make_engine(path, engine=options), make_batch(SAMPLES, max_token_len_per_gpu=60)
     metrics = [step(engine, batch) for step in (inferred, updated)]
-    assert list(map(verified, metrics)) == [4.0] * 2, "two of each of two micro-batches, though two ranks compare them"
+    assert list(map(verified, metrics)) == [4.0] * 2, "two of each of two micro-batches, counted once for two ranks"
     with pytest.raises(MismatchError, match="log_probs of response token") as caught:
         infer(break_layouts(engine), batch)
     return [of_step["prefix_grouper/verify_max_error"][0] for of_step in metrics], str(caught.value)
 
 
-def test_ranks_that_share_sequences_verify_them_together(qwen3: str) -> None:
-    first, second = on_ranks(2, verify_under_ulysses, qwen3)
-    assert max(first[0]) < 1e-5
-    assert "rank 1:" not in first[1]
-    assert first == second, "or one rank stops and the other waits for it"
+def test_ulysses_ranks_verify_their_sequences_together(qwen3: str) -> None:
+    (errors, message), second = on_ranks(2, verify_under_ulysses, qwen3)
+    assert max(errors) < 1e-5
+    assert "rank 1:" not in message
+    assert (errors, message) == second, "or one rank stops and the other blocks"
 
 
 @pytest.mark.gpu
@@ -137,7 +135,7 @@ def test_bf16_on_a_gpu_passes_clean_and_fails_broken(tmp_path: Path, fault: str 
         infer(break_layouts(engine, FAULTS[fault]), make_batch(group(60, [90, 40, 112, 64], 1)))
 
 
-def test_the_message_names_sample_token_and_ways_out(qwen3: str) -> None:
+def test_the_message_names_sample_token_and_fixes(qwen3: str) -> None:
     batch = make_batch(SAMPLES)
     tu.assign_non_tensor_stack(batch, "uid", [f"prompt-{i // 2}" for i in range(len(SAMPLES))])
     with pytest.raises(MismatchError) as caught:
@@ -157,21 +155,21 @@ BY_ONE = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_
 WHEN: dict[str, tuple[str, list, list[int]]] = {
     "first of each kind": ("first", [(inferred, CUT), (updated, CUT)] * 2, [2, 2, 0, 0]),
     "first that shares something": ("first", [(inferred, LONE), (inferred, WHOLE), (inferred, LONE)], [0, 2, 0]),
-    # The chunk of a prompt that fills a micro-batch reads no token but its own.
+    # A prompt that fills a micro-batch reads no token of another chunk.
     "first that reads what a chunk left, and the chunk": ("first", [(inferred, BY_ONE)] * 2, [2, 0]),
     "every third across mini-batches": ("every_3", [(inferred, BY_FOUR)] * 6, [2, 2, 0, 2, 2, 0]),
 }
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_as_many_micro_batches_are_verified_as_asked(qwen3: str, when: str) -> None:
+def test_number_of_verified_sequences_in_each_step(qwen3: str, when: str) -> None:
     verify, steps, expected = WHEN[when]
     engine = make_engine(qwen3, splits="chunk" in when, engine={"verify": verify})
     assert [verified(step(engine, batch)) for step, batch in steps] == expected
 
 
-def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) -> None:
-    """They share tokens, and no sequence attends to tokens of another: a wrong key would go unseen."""
+def test_first_also_verifies_a_later_batch_after_turns_that_continue_each_other(qwen3: str) -> None:
+    """Such turns attend to no token of another sequence, so they hide a wrong key."""
     engine = break_layouts(make_engine(qwen3, engine=FIRST))
     turns = make_batch([Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(4)])
     assert [verified(inferred(engine, turns)) for _ in range(2)] == [2, 0]
@@ -181,20 +179,20 @@ def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) 
 
 def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
     loose, strict = (make_engine(qwen3, engine={**ALWAYS, "verify_tolerance": t}) for t in (10.0, 1e-9))
-    two = make_batch(SAMPLES[4:], use_dynamic_bsz=False, micro_batch_size_per_gpu=2)  # the last shares nothing
+    two = make_batch(SAMPLES[4:], use_dynamic_bsz=False, micro_batch_size_per_gpu=2)  # the last one shares no token
     assert inferred(break_layouts(loose), two)["prefix_grouper/verify_max_error"][0] > 0.01
     with pytest.raises(MismatchError, match="tolerance 1e-09"):
         infer(strict, WHOLE)
 
 
 def test_a_critic_is_verified_by_its_values(value_model: str) -> None:
-    batch = critic_batch(SAMPLES)
-    check_exact(make_engine(value_model, engine=FIRST, critic=True), value_model, batch)
+    engine, batch = make_engine(value_model, engine=ALWAYS, critic=True), critic_batch(SAMPLES)
+    check_exact(engine, value_model, batch)
     with pytest.raises(MismatchError, match="values of response token"):
-        update(break_layouts(make_engine(value_model, engine=FIRST, critic=True)), batch)
+        update(break_layouts(engine), batch)
 
 
-def test_a_token_that_noise_flips_may_be_off_by_as_much_and_no_other() -> None:
+def test_only_a_token_that_noise_flips_may_differ_by_as_much() -> None:
     expected, errors = {"x": [torch.zeros(100)]}, torch.zeros(100)
     flip, tolerances = torch.zeros(100), {"x": Tolerance(per_token=0.1, mean=0.01)}
     flip[7], errors[7] = 0.5, 0.55
@@ -208,8 +206,8 @@ def test_a_token_that_noise_flips_may_be_off_by_as_much_and_no_other() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_tie_that_the_first_noise_leaves_alone_is_found_by_others() -> None:
-    """A token whose expert depends on the sign of its noise, as at a tie of two."""
+def test_a_tie_that_the_first_noise_misses_is_detected_by_later_noise() -> None:
+    """The token's expert depends on the sign of its noise, as at a tie of two experts."""
     verifier, ones = Verifier(PrefixGrouperOptions(verify="every_1"), "", torch.bfloat16), torch.ones(50).bfloat16()
     tie = int((verify_module.rounding_noise()(ones) > 1).nonzero()[0])
 
@@ -231,7 +229,7 @@ def test_a_tie_that_the_first_noise_leaves_alone_is_found_by_others() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_one_wrong_token_of_a_mixture_of_experts_is_noticed_in_bf16(model_type: str, tmp_path: Path) -> None:
+def test_one_wrong_token_of_a_moe_model_is_detected_in_bf16(model_type: str, tmp_path: Path) -> None:
     engine = make_engine(save_causal(tmp_path, model_type), engine={**ALWAYS, **PRECISIONS["bf16"]})
     for seed in range(3):
         infer(engine, make_batch(random_samples(seed)))
@@ -256,9 +254,9 @@ def test_one_wrong_token_of_a_mixture_of_experts_is_noticed_in_bf16(model_type: 
         infer(engine, WHOLE)
 
 
-def test_samples_take_turns_layers_have_noise_of_their_own_and_what_rounding_may_change_is_not_compared() -> None:
-    sequences, options = read_sequences(WHOLE), PrefixGrouperOptions(verify="every_1")
-    verifier = Verifier(options, "", torch.float32)
+def test_samples_rotate_noise_differs_between_layers_and_counts_are_not_compared() -> None:
+    verifier = Verifier(PrefixGrouperOptions(verify="every_1"), "", torch.float32)
+    sequences = read_sequences(WHOLE)
     assert {sample for _ in range(4) for sample in verifier.choose(None, sequences, "update")} == set(range(7))
     move, ones = verify_module.rounding_noise(), torch.ones(64)
     assert not torch.equal(move(ones), move(ones))
@@ -267,28 +265,26 @@ def test_samples_take_turns_layers_have_noise_of_their_own_and_what_rounding_may
 
 
 @pytest.mark.parametrize("noise", [[1e-7] * 100, [float("nan"), 1e-7], [float("inf")]], ids=["little", "nan", "inf"])
-def test_tolerances_of_float32_stay_near_one_ten_thousandth_whatever_the_noise(noise: list[float]) -> None:
+def test_float32_tolerance_stays_near_1e_4_for_any_noise(noise: list[float]) -> None:
     tolerance = Tolerance.from_noise([torch.tensor(noise)], torch.float32)
     assert tolerance.per_token == pytest.approx(1.2e-4, rel=0.05)
     assert tolerance.mean < tolerance.per_token
 
 
-def test_what_is_not_a_number_on_one_side_is_an_infinite_error_and_on_both_sides_none() -> None:
+def test_a_nan_on_one_side_is_an_infinite_error_and_on_both_sides_none() -> None:
     nan, inf = float("nan"), float("inf")
     got, expected = torch.tensor([nan, 1.0, nan, inf, -inf, inf]), torch.tensor([0.0, nan, nan, inf, -inf, 1.0])
     assert relative_errors({"x": [got]}, {"x": [expected]})["x"][0].tolist() == [inf, inf, 0.0, 0.0, 0.0, inf]
 
 
 @pytest.mark.parametrize(("error", "named"), [(0.11, True), (0.09, False), (float("nan"), True)])
-def test_a_token_beyond_the_tolerance_is_a_mismatch_that_is_named(error: float, named: bool) -> None:
+def test_a_token_above_the_tolerance_is_a_named_mismatch(error: float, named: bool) -> None:
     expected, got = [torch.zeros(3), torch.zeros(100)], [torch.zeros(3), torch.zeros(100)]
     got[1][42] = error
     _, worst = compare({"x": got}, {"x": expected}, {"x": Tolerance(per_token=0.1, mean=0.1)})
-    found = worst and (worst[0], worst[1].partition(" is ")[0])
-    assert found == ((1, "x of response token 42 of 100") if named else None)
-
-
-def test_a_faint_fault_in_every_token_is_a_mismatch() -> None:
-    got, expected = {"x": [torch.full((200,), 0.05)]}, {"x": [torch.zeros(200)]}
-    max_error, worst = compare(got, expected, {"x": Tolerance(per_token=0.1, mean=0.01)})
-    assert (max_error, worst is None) == (pytest.approx(0.05), False)
+    sample_and_token = worst and (worst[0], worst[1].partition(" is ")[0])
+    assert sample_and_token == ((1, "x of response token 42 of 100") if named else None)
+    got[1][:] = 0.05
+    max_error, worst = compare({"x": got}, {"x": expected}, {"x": Tolerance(per_token=0.1, mean=0.01)})
+    assert max_error == pytest.approx(0.05)
+    assert worst, "a small error in every token"

@@ -63,8 +63,8 @@ def test_any_trie_is_exact_with_padding_behind_it(padding: Any, hybrids: dict, b
 
 
 SPLIT = {  # kinds differ in their projections, and the first case has one group, tries and tool tokens in it
-    "qwen3_5_text": ["small_groups_beside_large_ones", "turns_of_two_sessions_that_part", "equal_and_nested_responses"],
-    "qwen3_next": ["groups_behind_a_chat_template", "a_prompt_that_nearly_fills_the_budget"],
+    "qwen3_5_text": ["small_groups_next_to_large_ones", "turns_of_two_sessions_that_part", "equal_and_nested_responses"],
+    "qwen3_next": ["groups_with_a_chat_template", "a_prompt_that_nearly_fills_the_budget"],
 }
 
 

@@ -1,4 +1,4 @@
-"""What the tests of options share."""
+"""Fixtures for tests of options."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs a case of the matrix in packed mode and holds it against every sequence alone."""
+"""Run a case of the matrix in packed mode and compare it with single sequences."""
 
 import json
 import traceback
@@ -27,7 +27,7 @@ HOW_TO_CUT = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A tiny model on disk, and a LoRA adapter on every linear layer of it that changes the model's output."""
+    """A tiny model on disk, and a LoRA adapter on each of its linear layers."""
 
     model: str
     adapter: str
@@ -44,7 +44,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Engines:
-    """Packed engines by their settings: many cases differ in their batch alone."""
+    """Packed engines and references by their settings, which many cases share."""
 
     checkpoint: Checkpoint
     base: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Engines:
     references: dict[str, support.Result] = field(default_factory=dict)
 
     def of(self, case: Case, **settings: Any) -> Any:
-        """The engine of a case; ``settings`` as for ``make_engine``."""
+        """Return the engine of a case; ``settings`` are for ``make_engine``."""
         engine, model = {**self.base, **case.settings("engine")}, case.settings("model")
         strategy = engine.pop("strategy", "fsdp2")
         key = json.dumps([strategy, engine, model, settings])
@@ -65,11 +65,11 @@ class Engines:
         return self.built[key]
 
     def reference_of(self, case: Case, batch: TensorDict, seed: int = 0) -> support.Result:
-        """Every sample of the matrix alone, or of others by ``seed``; how they are cut makes no difference to it."""
-        told = {name: value for name, value in case.settings("batch").items() if name not in HOW_TO_CUT}
-        key = str((told, case.settings("loss"), self.checkpoint.adapter_of(case), seed))
+        """Return the result of single sequences; ``seed`` identifies their samples."""
+        settings = {name: value for name, value in case.settings("batch").items() if name not in HOW_TO_CUT}
+        adapter = self.checkpoint.adapter_of(case)
+        key = str((settings, case.settings("loss"), adapter, seed))
         if key not in self.references:
-            adapter = self.checkpoint.adapter_of(case)
             self.references[key] = support.run_reference(self.checkpoint.model, batch, loss_of(case), adapter=adapter)
         return self.references[key]
 
@@ -77,7 +77,7 @@ class Engines:
 def batch_of(
     case: Case, samples: Sequence[Sample] = SAMPLES, scale: int = 1, make: Callable[..., TensorDict] = make_batch
 ) -> TensorDict:
-    """The samples with the settings of a case; ``scale`` tells how much longer than ``SAMPLES`` they are."""
+    """Return the samples with the settings of a case; the token budget is multiplied by ``scale``."""
     settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}
     settings["max_token_len_per_gpu"] *= scale
     batch = make(samples, **settings)
@@ -103,25 +103,24 @@ def loss_of(case: Case) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
 
 
 def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> support.Result:
-    """Split groups, where the case is about them, are of some rank: the one whose group exceeds its budget."""
-    mine = tu.index_select_tensor_dict(everything, rows_of(case, engine, everything))
+    """Run this rank's samples; a case of split groups must split one on some rank."""
+    mine = tu.index_select_tensor_dict(everything, samples_of_rank(case, engine, everything))
     if case.splits and tu.get_non_tensor_data(mine, "use_dynamic_bsz", default=True):
-        # Ranks that share sequences share the budget of all.
-        ranks = engine.ulysses_sequence_parallel_size
-        budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // ranks)
-        tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
+        budget = tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None)
+        ranks = engine.ulysses_sequence_parallel_size  # which share one budget
+        tu.assign_non_tensor(mine, max_token_len_per_gpu=-(-budget // ranks))
     shares = isinstance(engine, SharedPrefixEngine)
     with support.splitting(engine) if case.splits and shares else nullcontext():
         result = support.run_engine(engine, mine, loss_of(case))
     optional = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
-    asked = {name for name, flag in optional.items() if tu.get_non_tensor_data(mine, flag, default=False)}
-    assert result.outputs.keys() == {"log_probs", *asked}
+    expected = {name for name, flag in optional.items() if tu.get_non_tensor_data(mine, flag, default=False)}
+    assert result.outputs.keys() == {"log_probs", *expected}
     assert any(gradient.any() for gradient in result.gradients.values())
     return result
 
 
-def rows_of(case: Case, engine: Any, everything: TensorDict) -> list[int]:
-    """Every data-parallel rank has every so-many-th row, so groups are cut across ranks; or neighbours, to be split."""
+def samples_of_rank(case: Case, engine: Any, everything: TensorDict) -> list[int]:
+    """Indices of this data-parallel rank's samples: strided, which cuts groups, or contiguous, to split groups."""
     rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     if case.splits:
         return np.array_split(np.arange(len(everything)), size)[rank].tolist()
@@ -129,14 +128,14 @@ def rows_of(case: Case, engine: Any, everything: TensorDict) -> list[int]:
 
 
 def assert_exact(case: Case, engines: Engines) -> None:
-    """Outputs, loss and gradients of a case on this rank are those of the sequences alone."""
+    """Outputs, loss and gradients of a case on this rank match single sequences."""
     engine, everything = engines.of(case), batch_of(case)
-    expected = engines.reference_of(case, everything)
-    support.assert_same(run_on_this_rank(case, engine, everything), expected.of_rank(rows_of(case, engine, everything)))
+    expected = engines.reference_of(case, everything).of_rank(samples_of_rank(case, engine, everything))
+    support.assert_same(run_on_this_rank(case, engine, everything), expected)
 
 
 def errors_of(rank: int, cases: Iterable[Case], check: Callable[[Case], None]) -> list[str]:
-    """What is wrong with each case on this rank, empty where nothing is."""
+    """Return the traceback of each case on this rank, or ''."""
     errors = []
     for case in cases:
         try:
@@ -148,5 +147,5 @@ def errors_of(rank: int, cases: Iterable[Case], check: Callable[[Case], None]) -
 
 
 def by_case(cases: Sequence[Case], by_rank: Sequence[list[str]]) -> dict[str, str]:
-    """What is wrong with each case on any rank."""
+    """Return the tracebacks of all ranks by case."""
     return {str(case): "\n".join(filter(None, errors)) for case, *errors in zip(cases, *by_rank, strict=True)}

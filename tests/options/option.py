@@ -1,4 +1,4 @@
-"""An option of verl's users as the matrix runs it: alone, and with every option it meets in the code."""
+"""An option of verl in the matrix: alone, and with every option of the same code."""
 
 import re
 from collections.abc import Iterable, Mapping, Set
@@ -15,7 +15,7 @@ from verl_pg_plugin.config.keys import ACTOR, MODEL
 
 
 class Place(Enum):
-    """Where in the engine an option takes effect; two options that share a place are tested together."""
+    """Where in the engine an option takes effect; options of one place are tested together."""
 
     CUT = "a mini-batch is cut into micro-batches"
     TOKENS = "the tokens of a forward are padded or spread over ranks"
@@ -29,7 +29,7 @@ ENGINE_FIELDS = {*PrefixGrouperEngineConfig.__dataclass_fields__, *PrefixGrouper
 
 
 def split(override: str) -> list[str]:
-    """Several overrides with blanks between them; a field of the batch is none."""
+    """Split overrides at blanks; a batch field gives none."""
     return re.split(r" (?=[\w.+]+=)", override) if "=" in override else []
 
 
@@ -38,16 +38,16 @@ class Option:
     name: str  # as ``override``, of its row of docs/support.md
     override: str
     meets: Set[Place] = frozenset()  # where it takes effect
-    engine: Mapping[str, Any] = field(default_factory=dict)  # for ``make_engine``, beside those of the override
+    engine: Mapping[str, Any] = field(default_factory=dict)  # for ``make_engine``, in addition to the override
     model: Mapping[str, Any] = field(default_factory=dict)  # likewise
     batch: Mapping[str, Any] = field(default_factory=dict)  # for ``make_batch``; a tensor becomes a field of the batch
     loss: Mapping[str, Any] = field(default_factory=dict)  # for ``actor_loss``
-    num_ranks: int = 1  # processes it needs
+    num_ranks: int = 1  # number of processes
     needs_gpu: bool = False
-    compiles: bool = False  # torch compiles something, which takes seconds
-    masks: bool = False  # it takes some other options out of effect
-    splits: bool = False  # it makes split groups, which every case with it must have
-    refuses: Set[str] = frozenset()  # names of options that it is rejected with, by name
+    compiles: bool = False  # torch compiles, which takes seconds
+    masks: bool = False  # it disables some other options
+    splits: bool = False  # every case with it must split groups
+    refuses: Set[str] = frozenset()  # names of incompatible options
 
     def __post_init__(self) -> None:
         engine, model = {}, {}
@@ -62,18 +62,18 @@ class Option:
 
     @property
     def is_default(self) -> bool:
-        """Whether every case has it on already."""
+        """True if every case includes it."""
         return not (self.engine or self.model or self.batch)
 
     def contradicts(self, other: "Option") -> bool:
-        """Whether the two set one thing to different values."""
+        """True if both options set a field to different values."""
         sections = (self.engine, other.engine), (self.model, other.model), (self.batch, other.batch)
         return any(str(a[name]) != str(b[name]) for a, b in sections for name in a.keys() & b.keys())
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Options that are on together."""
+    """Options of one run."""
 
     options: tuple[Option, ...]
 
@@ -81,7 +81,7 @@ class Case:
         return " + ".join(option.name for option in self.options)
 
     def settings(self, section: str) -> dict[str, Any]:
-        """``engine``, ``model``, ``batch`` or ``loss`` of all of them."""
+        """The merged ``engine``, ``model``, ``batch`` or ``loss`` of all options."""
         return {name: value for option in self.options for name, value in getattr(option, section).items()}
 
     @property
@@ -90,9 +90,10 @@ class Case:
 
     @property
     def splits(self) -> bool:
-        """Not where temperatures of samples part the groups, which then fit."""
-        parted = isinstance(self.settings("batch").get("temperature"), torch.Tensor)
-        return any(option.splits for option in self.options) and not parted
+        """False with a temperature for each sample: then groups are smaller and fit."""
+        return any(o.splits for o in self.options) and not isinstance(
+            self.settings("batch").get("temperature"), torch.Tensor
+        )
 
     @property
     def is_refused(self) -> bool:
@@ -104,14 +105,14 @@ def alone(options: Iterable[Option]) -> list[Case]:
 
 
 def pairs(options: Iterable[Option], refused: bool = False) -> list[Case]:
-    """One case per two options that share a place and can be on together, or could, were they not refused by name."""
+    """One case per two options of one place, either all valid pairs or all ``refused`` ones."""
     changing = [option for option in options if not option.is_default]
     both = [Case((a, b)) for a, b in combinations(changing, 2) if a.meets & b.meets and not a.contradicts(b)]
     return [case for case in both if case.is_refused == refused]
 
 
 def covering(cases: list[Case]) -> list[Case]:
-    """Few cases of many options in which all of the pairs meet, and nothing takes either of the two out of effect."""
+    """Merge pairs into few cases of many options; no option of a case disables one of its pairs."""
     options = list(dict.fromkeys(option for case in cases for option in case.options))
     missing = {frozenset(case.options): case.options for case in cases}
 

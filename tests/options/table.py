@@ -1,4 +1,6 @@
-"""The options that the matrix runs, and the batch that it runs them on."""
+"""The options and the batch of the matrix."""
+
+from typing import Any
 
 import torch
 
@@ -12,30 +14,38 @@ CUT, TOKENS, HEAD, LAYERS, WEIGHTS = Place
 SAMPLES = [*MIXED, *group(11, [6], 9)]
 """Uneven groups of 4, 2, 1 and 1."""
 BUDGET = 60
-"""Tokens of a micro-batch where no option says otherwise: the groups fall into several."""
+"""Default token budget: several micro-batches."""
 TEMPERATURES = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.7])
 """One for each of the samples."""
 
+DYNAMIC = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu"
+FIXED = f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_micro_batch_size_per_gpu"
+ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 FUSED = f"{MODEL}.use_fused_kernels=True {MODEL}.fused_kernel_options.impl_backend"
 NOT_FUSED = frozenset({"sum of squared probabilities", "temperature of each sample"})
 
+
+def with_budget(tokens: int) -> dict[str, Any]:
+    return {"use_dynamic_bsz": True, "max_token_len_per_gpu": tokens}
+
+
+def ulysses(ranks: int) -> Option:
+    places = {CUT, TOKENS, HEAD, WEIGHTS}
+    return Option(f"Ulysses sequence parallelism, {ranks} ranks", f"{ULYSSES}={ranks}", places, num_ranks=ranks)
+
+
+def fused(name: str, backend: str) -> Option:
+    model = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": backend}}
+    flags = {"masks": True, "refuses": NOT_FUSED, "needs_gpu": backend == "triton"}
+    return Option(name, f"{FUSED}={backend}", {HEAD}, model=model, batch={"use_fused_kernels": True}, **flags)
+
+
 MICRO_BATCHES = (
-    Option(
-        "dynamic batch size",
-        f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=16384",
-        {CUT},
-        batch={"use_dynamic_bsz": True, "max_token_len_per_gpu": 45},
-    ),
-    Option(
-        "a group larger than the token budget",
-        f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=4096",
-        set(Place),
-        batch={"use_dynamic_bsz": True, "max_token_len_per_gpu": 38},
-        splits=True,
-    ),
+    Option("dynamic batch size", f"{DYNAMIC}=16384", {CUT}, batch=with_budget(45)),
+    Option("a group larger than the token budget", f"{DYNAMIC}=4096", set(Place), batch=with_budget(38), splits=True),
     Option(
         "fixed micro-batch size",
-        f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_micro_batch_size_per_gpu=2",
+        f"{FIXED}=2",
         {CUT, TOKENS},
         batch={"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
     ),
@@ -46,46 +56,19 @@ MICRO_BATCHES = (
         {TOKENS},
         engine={"pad_to_length_bucket": 64},
     ),
-    *(
-        Option(
-            f"Ulysses sequence parallelism, {ranks} ranks",
-            f"{ACTOR}.ulysses_sequence_parallel_size={ranks}",
-            {CUT, TOKENS, HEAD, WEIGHTS},
-            num_ranks=ranks,
-        )
-        for ranks in (2, 4)
-    ),
+    *(ulysses(ranks) for ranks in (2, 4)),
 )
 
+NO_ENTROPY = {"batch": {"calculate_entropy": False}, "loss": {"entropy_coeff": 0.0}}
+ENTROPY = {"batch": {"calculate_entropy": True}, "loss": {"entropy_coeff": 0.1}}
+SQUARES = {"calculate_sum_pi_squared": True}
+ENTROPY_CHUNKS = {"entropy_from_logits_chunk_size": 16}
 OUTPUTS = (
-    Option(
-        "log-probs without entropy",
-        f"{ACTOR}.calculate_entropy=False",
-        {HEAD},
-        masks=True,
-        batch={"calculate_entropy": False},
-        loss={"entropy_coeff": 0.0},
-    ),
-    Option(
-        "entropy bonus",
-        f"{ACTOR}.entropy_coeff=0.1",
-        {HEAD},
-        batch={"calculate_entropy": True},
-        loss={"entropy_coeff": 0.1},
-    ),
+    Option("log-probs without entropy", f"{ACTOR}.calculate_entropy=False", {HEAD}, masks=True, **NO_ENTROPY),
+    Option("entropy bonus", f"{ACTOR}.entropy_coeff=0.1", {HEAD}, **ENTROPY),
     Option("entropy checkpointing", f"{ACTOR}.entropy_checkpointing=True", {HEAD, LAYERS}),
-    Option(
-        "chunked entropy",
-        f"{ACTOR}.entropy_from_logits_with_chunking=True",
-        {HEAD},
-        engine={"entropy_from_logits_chunk_size": 16},
-    ),
-    Option(
-        "sum of squared probabilities",
-        f"{ACTOR}.calculate_sum_pi_squared=True",
-        {HEAD},
-        batch={"calculate_sum_pi_squared": True},
-    ),
+    Option("chunked entropy", f"{ACTOR}.entropy_from_logits_with_chunking=True", {HEAD}, engine=ENTROPY_CHUNKS),
+    Option("sum of squared probabilities", f"{ACTOR}.calculate_sum_pi_squared=True", {HEAD}, batch=SQUARES),
     Option("temperature of the run", "actor_rollout_ref.rollout.temperature=0.7", {HEAD}, batch={"temperature": 0.7}),
     Option(
         "temperature of each sample",
@@ -95,31 +78,18 @@ OUTPUTS = (
         batch={"temperature": TEMPERATURES},
     ),
     Option("head in chunks", "++prefix_grouper.logits_chunk_size=4096", {HEAD}, engine={"logits_chunk_size": 3}),
-    *(
-        Option(
-            f"fused kernels, {backend if backend == 'torch' else 'Triton'}",
-            f"{FUSED}={backend}",
-            {HEAD},
-            model={"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": backend}},
-            batch={"use_fused_kernels": True},
-            masks=True,
-            refuses=NOT_FUSED,
-            needs_gpu=backend == "triton",
-        )
-        for backend in ("torch", "triton")
-    ),
+    *(fused(*kernels) for kernels in (("fused kernels, torch", "torch"), ("fused kernels, Triton", "triton"))),
     Option("compiled entropy", f"{FSDP}.use_torch_compile=True", {HEAD}, compiles=True),
 )
 
+ADAPTERS = {"lora_alpha": 8, "target_modules": "all-linear"}
 HOW_LAYERS_RUN = (
     Option("no gradient checkpointing", f"{MODEL}.enable_gradient_checkpointing=False", {LAYERS}, masks=True),
     Option("activation offload", f"{MODEL}.enable_activation_offload=True", {LAYERS}),
     Option("compiled layers", "++prefix_grouper.compile_layers=True", {LAYERS, TOKENS}, compiles=True),
     Option("attention recomputed in the backward", "++prefix_grouper.activations=inputs", {LAYERS}),
     Option("Liger kernels", f"{MODEL}.use_liger=True", {LAYERS}, needs_gpu=True),
-    Option(
-        "LoRA", f"{MODEL}.lora_rank=4", {LAYERS, HEAD, WEIGHTS}, model={"lora_alpha": 8, "target_modules": "all-linear"}
-    ),
+    Option("LoRA", f"{MODEL}.lora_rank=4", {LAYERS, HEAD, WEIGHTS}, model=ADAPTERS),
 )
 
 HOW_WEIGHTS_ARE_KEPT = (
@@ -134,7 +104,7 @@ HOW_WEIGHTS_ARE_KEPT = (
     Option(
         "FSDP1",
         f"{ACTOR}.strategy=fsdp",
-        set(Place),  # it has flat parameters, which compiled layers read
+        set(Place),  # compiled layers read its flat parameters
         engine={"strategy": "fsdp"},
         needs_gpu=True,
     ),
@@ -150,4 +120,4 @@ def case_of(*names: str) -> Case:
 
 
 DEFAULT = case_of("FSDP2")
-"""What every case has on already."""
+"""The case without options."""

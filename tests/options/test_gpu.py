@@ -1,7 +1,6 @@
-"""Options in bf16 on one GPU and on two: errors against float32, held against those of stock rmpad with the same.
+"""Options in bf16 on one GPU and on two: errors against float32, compared with stock rmpad's with the same options.
 
-Every option alone, and every two that meet in the code. Most of a case is the host's work, so several pairs of
-processes share two GPUs.
+Every option alone, and every two of the same code. Most of a case runs on the host, so processes share GPUs.
 """
 
 import traceback
@@ -15,7 +14,7 @@ from benchmarks.batches import Sample
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
-from tests.options.harness import Checkpoint, Engines, batch_of, by_case, errors_of, rows_of, run_on_this_rank
+from tests.options.harness import Checkpoint, Engines, batch_of, by_case, errors_of, run_on_this_rank, samples_of_rank
 from tests.options.option import Case, Option, alone, pairs
 from tests.options.table import DEFAULT, OPTIONS, case_of
 from tests.precision import BF16, FLASH, GPU_SIZES, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors, pooled
@@ -23,15 +22,15 @@ from tests.support import group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
-SCALE = 10  # samples are as many times as long as those of the matrix
+SCALE = 10  # length of samples relative to those of the matrix
 NUM_BATCHES = 8
-"""Of one batch an error is up to 1.4 times that of another way to round, and 0.6 times it of the next."""
+"""Ratios of errors on single batches vary from 0.6 to 1.4."""
 SMOOTH = Option("a loss without thresholds", "", loss=SMOOTH_LOSS)
 AT_ONCE = 6
 
 
 def kernels_of_others(case: Case) -> str:
-    """Liger, and verl's fused kernels in the stock engine, replace classes of transformers for good."""
+    """Name the kernels that replace classes of transformers in the process: Liger, or verl's fused kernels."""
     model = case.settings("model")
     return "liger" if model.get("use_liger") else "fused" if model.get("use_fused_kernels") else ""
 
@@ -61,17 +60,17 @@ def samples_of(seed: int) -> list[Sample]:
 def compare(case: Case, engines: Engines) -> Iterator[None]:
     """Every error of packed mode on this rank is at most 1.1 times that of stock rmpad with the same options.
 
-    In three steps, float32, packed mode and stock verl: a later one may replace what an earlier one needs.
+    A generator of three steps, float32, packed mode and stock verl: a later one may replace classes of an earlier one.
     """
     case = Case((SMOOTH, *case.options))
     fused = case.settings("model").get("use_fused_kernels", False)
-    # verl's fused forwards read the head's weight outside the head, where FSDP2 has not gathered it.
+    # verl's fused forwards read the head's weight outside the head, where FSDP2 keeps it sharded.
     stock_case = Case((*case.options, FSDP1)) if fused else case
     batches = [batch_of(case, samples_of(seed), SCALE) for seed in range(NUM_BATCHES)]
     whole = [engines.reference_of(case, batch, seed) for seed, batch in enumerate(batches)]
     yield
     packed = engines.of(case, model=FLASH)
-    references = [of_all.of_rank(rows_of(case, packed, b)) for of_all, b in zip(whole, batches, strict=True)]
+    references = [of_all.of_rank(samples_of_rank(case, packed, b)) for of_all, b in zip(whole, batches, strict=True)]
     results = [run_on_this_rank(case, packed, batch) for batch in batches]
     yield
     stock = engines.of(stock_case, packed=False, model=FLASH)
@@ -102,7 +101,7 @@ def test_options_are_as_close_to_float32_as_stock_rmpad(case: Case, engines: Eng
 
 
 def errors_step_by_step(cases: list[Case], engines: Engines) -> Iterator[tuple[str, str]]:
-    """Each case with what is wrong with it, empty where nothing is; all take one step before any takes the next."""
+    """Yield each case with its traceback, or ''; all cases finish a step before any starts the next."""
     steps = {case: compare(case, engines) for case in cases}
     while steps:
         for case, step in list(steps.items()):
@@ -114,24 +113,24 @@ def errors_step_by_step(cases: list[Case], engines: Engines) -> Iterator[tuple[s
 
 
 def errors_with_kernels_of_others(rank: int, checkpoint: Checkpoint, kernels: str) -> dict[str, str]:
-    # In this order engines of one back end follow each other: that of the last one built is in force.
+    # Engines of one backend are adjacent in this order: the backend of the last one built is active.
     cases = sorted((case for case in QUICK if kernels_of_others(case) == kernels), key=str)
     return dict(errors_step_by_step(cases, Engines(checkpoint, BF16)))
 
 
-FOUND: dict[str, dict[str, str]] = {}
+ERRORS: dict[str, dict[str, str]] = {}
 
 
 @pytest.mark.timeout(460)
 @pytest.mark.parametrize("case", [case for case in QUICK if kernels_of_others(case)], ids=str)
 def test_kernels_of_others_are_as_close_to_float32_as_under_stock_rmpad(case: Case, checkpoint: Checkpoint) -> None:
-    """The cases of the same ones share a process."""
+    """Cases with the same kernels share a process."""
     if (kernels := kernels_of_others(case)) == "liger":
         pytest.importorskip("liger_kernel")
-    if kernels not in FOUND:
-        FOUND[kernels] = {}  # no other case waits for a process that dies or hangs
-        (FOUND[kernels],) = on_ranks(1, errors_with_kernels_of_others, checkpoint, kernels, device="cuda")
-    error = FOUND[kernels].get(str(case), "its process died or was too slow")
+    if kernels not in ERRORS:
+        ERRORS[kernels] = {}  # if the process dies, later cases do not start it again
+        (ERRORS[kernels],) = on_ranks(1, errors_with_kernels_of_others, checkpoint, kernels, device="cuda")
+    error = ERRORS[kernels].get(str(case), "its process died or was too slow")
     assert not error, error
 
 
@@ -144,7 +143,7 @@ def errors_on_rank(rank: int, checkpoint: Checkpoint, cases: list[Case]) -> list
 
 
 def errors_of_shard(checkpoint: Checkpoint, cases: list[Case]) -> dict[str, str]:
-    """Of two processes of their own; one that dies takes all of their cases."""
+    """Errors from two new processes; if one dies, all of its cases fail."""
     try:
         return by_case(cases, on_ranks(2, errors_on_rank, checkpoint, cases, device="cuda"))
     except Exception:

@@ -1,4 +1,4 @@
-"""Every policy loss of verl under every aggregation, over unequal micro-batches; old, reference and new log-probs."""
+"""Every policy loss of verl under every aggregation, and old, reference and new log-probs."""
 
 from collections.abc import Callable
 from itertools import product
@@ -20,12 +20,11 @@ from tests.support import actor_loss, check_exact, check_outputs, clone, jagged,
 LOSS_MODES = sorted(core_algos.POLICY_LOSS_REGISTRY)
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 REQUIRED_SETTINGS = {"dro": {"dro_beta": 0.1}}
-"""What a loss refuses to run without."""
 
 
-def assert_loss_is_that_of_the_rows_alone(engines: Engines, loss: Callable) -> None:
+def assert_loss_matches_single_sequences(engines: Engines, loss: Callable) -> None:
     def seeded(model_output: dict, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
-        torch.manual_seed(0)  # some losses draw random numbers: the same in every call
+        torch.manual_seed(0)  # some losses draw random numbers
         return loss(model_output=model_output, data=data)
 
     engine, batch = engines.of(DEFAULT), make_batch(SAMPLES, max_token_len_per_gpu=45)
@@ -36,7 +35,7 @@ def assert_loss_is_that_of_the_rows_alone(engines: Engines, loss: Callable) -> N
 
 
 QUICK = {*zip(LOSS_MODES, AGGREGATIONS * 9, strict=False), *(("vanilla", aggregation) for aggregation in AGGREGATIONS)}
-"""Every loss, and every aggregation; the slow tests have all of their pairs."""
+"""Every loss and every aggregation; the slow tests have all pairs."""
 ALL = [
     pytest.param(*both, marks=[] if both in QUICK else [pytest.mark.slow]) for both in product(LOSS_MODES, AGGREGATIONS)
 ]
@@ -57,34 +56,34 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("mode", "aggregation"), ALL)
-def test_a_policy_loss_is_that_of_the_rows_alone(engines: Engines, mode: str, aggregation: str) -> None:
+def test_policy_losses_match_single_sequences(engines: Engines, mode: str, aggregation: str) -> None:
     policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
-    assert_loss_is_that_of_the_rows_alone(engines, actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss))
+    assert_loss_matches_single_sequences(engines, actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss))
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_kl_and_rollout_correction_are_those_of_the_rows_alone(engines: Engines, other: str) -> None:
-    assert_loss_is_that_of_the_rows_alone(engines, actor_loss(**OTHERS[other]))
+def test_kl_and_rollout_correction_match_single_sequences(engines: Engines, other: str) -> None:
+    assert_loss_matches_single_sequences(engines, actor_loss(**OTHERS[other]))
 
 
-def test_a_loss_of_the_user_that_is_no_policy_loss_at_all(engines: Engines) -> None:
+def test_a_custom_loss_matches_single_sequences(engines: Engines) -> None:
     def everything(model_output: dict, data: TensorDict) -> tuple[torch.Tensor, dict[str, Any]]:
         lengths = data["responses"].offsets().diff().tolist()
         rows = zip(model_output["log_probs"].unbind(), model_output["entropy"].unbind(), lengths, strict=True)
         parts = [p[-n - 1 : -1].square().sum() + e[-n - 1 : -1].exp().sum() for p, e, n in rows]
         return 1e-3 * torch.stack(parts).sum(), {}
 
-    assert_loss_is_that_of_the_rows_alone(engines, everything)
+    assert_loss_matches_single_sequences(engines, everything)
 
 
-def test_reference_with_the_actors_weights_has_its_log_probs_bit_for_bit(engines: Engines) -> None:
+def test_a_reference_with_the_actors_weights_has_equal_log_probs(engines: Engines) -> None:
     path = engines.checkpoint.model
     reference = make_engine(path, engine={"forward_only": True, "model_dtype": "fp32"})
-    found = [check_outputs(engine, path, batch_of(DEFAULT)) for engine in (reference, engines.of(DEFAULT))]
-    assert all(map(torch.equal, *(outputs["log_probs"] for outputs in found)))
+    outputs = [check_outputs(engine, path, batch_of(DEFAULT)) for engine in (reference, engines.of(DEFAULT))]
+    assert all(map(torch.equal, *(of_engine["log_probs"] for of_engine in outputs)))
 
 
-def test_importance_ratio_is_one_at_step_zero_whatever_the_cut(engines: Engines) -> None:
+def test_the_importance_ratio_is_one_at_step_zero_across_budgets(engines: Engines) -> None:
     """Old log-probs come from the inference budget, new ones from the training budget."""
     old = check_outputs(engines.of(DEFAULT), engines.checkpoint.model, batch_of(DEFAULT))
     batch = batch_of(case_of("dynamic batch size"))

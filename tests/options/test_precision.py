@@ -1,4 +1,4 @@
-"""Mixed precision on a CPU: as close to float32 as stock verl is, parameter by parameter."""
+"""Mixed precision on a CPU: errors against float32 of each parameter are at most stock verl's."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +23,7 @@ WAYS: dict[tuple[str, str], list[tuple[dict, int]]] = {
 
 @pytest.mark.parametrize(("dtype", "model"), WAYS)
 def test_error_is_at_most_that_of_stock_rmpad(tmp_path: Path, value_model: str, dtype: str, model: str) -> None:
-    """Of a whole head, of a head in chunks, and of split groups."""
+    """With a whole head, a head in chunks, and split groups."""
     critic = model == "critic"
     make = critic_batch if critic else make_batch
     path = value_model if critic else save_tiny_model(tmp_path, initializer_range=0.05, **SIZES)
@@ -35,5 +35,5 @@ def test_error_is_at_most_that_of_stock_rmpad(tmp_path: Path, value_model: str, 
     for options, tokens in WAYS[dtype, model]:
         engine = make_engine(path, critic=critic, splits=tokens == SPLIT, engine={**PRECISIONS[dtype], **options})
         with splitting(engine) if tokens == SPLIT else nullcontext():
-            found = error_of(engine, make(SAMPLES, max_token_len_per_gpu=tokens), reference, loss)
-        assert_no_worse(found, baseline)
+            error = error_of(engine, make(SAMPLES, max_token_len_per_gpu=tokens), reference, loss)
+        assert_no_worse(error, baseline)

@@ -1,4 +1,4 @@
-"""Quantization-aware training of weights (W4A16): shared prefixes meet the weights that verl has rounded."""
+"""Shared prefixes with quantization-aware training (W4A16)."""
 
 import sys
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ STEPS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def round_weight(weight: torch.Tensor, global_amax: torch.Tensor, block_size: int = 16) -> torch.Tensor:
-    """What verl's Triton kernel does: blocks with a scale in FP8, and numbers in FP4, ties to even."""
+    """Round as verl's Triton kernel: FP4 values, ties to even, in blocks with an FP8 scale."""
     blocks, scale = weight.float().reshape(-1, block_size), global_amax.float() / (6 * 448)
     of_block = (blocks.abs().amax(-1, keepdim=True) / (6 * scale)).clamp(max=448).to(torch.float8_e4m3fn)
     of_block = of_block.float() * scale
@@ -41,7 +41,7 @@ def round_weight(weight: torch.Tensor, global_amax: torch.Tensor, block_size: in
 
 @pytest.fixture(scope="module")
 def kernel() -> Any:
-    """The module with verl's kernel, which runs where its tensors are on a GPU."""
+    """verl's module, with ``round_weight`` in place of its kernel on a CPU."""
     names = [] if find_spec("triton") else ["triton", "triton.language"]
     with patch.dict(sys.modules, {name: MagicMock() for name in names}):
         from verl.utils.qat import linear
@@ -69,7 +69,7 @@ def quantized_references() -> Iterator[None]:
 
 
 def quantized_engine(kernel: Any, path: str, packed: bool = True, **settings: Any) -> Any:
-    """In packed mode it splits groups."""
+    """Build an engine with rounded weights; packed ones split groups."""
     settings["engine"] = {**settings.get("engine", {}), "compile_layers": False, "qat": W4A16}
     engine = make_engine(path, packed=packed, splits=packed, **settings)
     rounded = sum(isinstance(module, kernel.QATLinear) for module in engine.module.modules())
@@ -77,9 +77,9 @@ def quantized_engine(kernel: Any, path: str, packed: bool = True, **settings: An
     return engine
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton divides otherwise than torch")
-def test_every_number_is_that_of_the_sequence_alone(tmp_path: Path, kernel: Any) -> None:
-    path, (samples, budget) = save_tiny_model(tmp_path), CASES["small_groups_beside_large_ones"]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's division differs from torch's")
+def test_rounded_weights_match_single_sequences(tmp_path: Path, kernel: Any) -> None:
+    path, (samples, budget) = save_tiny_model(tmp_path), CASES["small_groups_next_to_large_ones"]
     engine, batch = quantized_engine(kernel, path), make_batch(samples, max_token_len_per_gpu=budget)
     with quantized_references():
         rounded = check_exact(engine, path, batch, splits=True).outputs["log_probs"]
@@ -90,10 +90,10 @@ def test_every_number_is_that_of_the_sequence_alone(tmp_path: Path, kernel: Any)
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_errors_are_those_of_stock_rmpad_with_the_same_weights(tmp_path: Path, kernel: Any) -> None:
-    """The checkpoint is in bfloat16, which both engines compute in, so that all of them round the same weights."""
+    """The checkpoint is in bfloat16, so that engines and reference round the same weights."""
     weight = torch.randn(256, 512).bfloat16()
-    found = kernel.fp4_fake_quant_weight(weight.cuda(), weight.abs().max().cuda(), 16).cpu()
-    assert (found != round_weight(weight, weight.abs().max())).float().mean() < 0.01
+    rounded = kernel.fp4_fake_quant_weight(weight.cuda(), weight.abs().max().cuda(), 16).cpu()
+    assert (rounded != round_weight(weight, weight.abs().max())).float().mean() < 0.01
 
     path = save_tiny_model(tmp_path, **GPU_SIZES)
     transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float().save_pretrained(path)

@@ -1,6 +1,6 @@
 """Options over several processes: FSDP2 and FSDP1, Ulysses sequence parallelism, hybrid sharding, compiled layers.
 
-The processes of a number of ranks run all of its cases: a process takes longer to start than a case to run.
+All cases of a number of ranks share its processes: a process takes longer to start than a case to run.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from benchmarks.batches import make_batch
 from torch._dynamo.utils import counters
 
 from tests.architectures.tiny_configs import save_causal
-from tests.engine.ranks import check_exact_on_ranks, graphs_as_they_are, on_ranks
+from tests.engine.ranks import check_exact_on_ranks, on_ranks, uncompiled_graphs
 from tests.engine.test_compiled_layers import RAGGED, assert_compiled_once, forget_graphs
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
 from tests.options.option import Case, Option, Place, alone, covering, pairs
@@ -30,10 +30,10 @@ def up_to(num_ranks: int, options: list[Option]) -> list[Option]:
 
 COMPILED = Option("compiled layers of FSDP1", "", engine={"strategy": "fsdp", "compile_layers": True})
 UNCOMPILED = Option("layers of FSDP1", "", engine={"strategy": "fsdp"})
-# Of FSDP2 alone, and for GPUs alone: verl puts FSDP1's weights back on a device with a number.
+# The first is for FSDP2 only, the second for GPUs only: verl loads FSDP1's weights to a device number.
 NOT_FSDP1 = {"FSDP2 offload policy", "parameter offload"}
 OF_FSDP1 = [option for option in up_to(2, QUICK) if not (option.is_default or option.name in NOT_FSDP1)]
-# By compiled layers, but for adapters, which are refused.
+# Options that change compiled layers; adapters are refused.
 SEEN = [o for o in OF_FSDP1 if o.meets & {Place.TOKENS, Place.LAYERS, Place.WEIGHTS} and o.name != "LoRA"]
 
 CASES = {
@@ -49,7 +49,7 @@ CASES = {
         *alone(option for option in QUICK if option.num_ranks != 1 or option.is_default),
         *(case for case in pairs(QUICK) if case.num_ranks == 4),
     ],
-    # With what changes the weights or the tokens of a rank: sharding, offload, adapters, Ulysses.
+    # With options that change the weights or the tokens of a rank.
     "two, compiled layers": [
         Case((*case_of("compiled layers").options, option))
         for option in up_to(2, ON_CPU)
@@ -62,24 +62,18 @@ PARAMETERS = [
     for ranks, cases in CASES.items()
     for case in cases
 ]
-FOUND: dict[str, dict[str, str]] = {}
+ERRORS: dict[str, dict[str, str]] = {}
 
-ROWS = [list(range(rank, len(SAMPLES), 2)) for rank in range(2)]
+PARTS = [list(range(rank, len(SAMPLES), 2)) for rank in range(2)]
 COMPILED_FSDP1 = {"strategy": "fsdp", "engine": {"compile_layers": True}}
-
-
-def check_graphs(path: str) -> None:
-    """Ragged batches make no further ones."""
-    engine = make_engine(path, **COMPILED_FSDP1)
-    assert_compiled_once(update(engine, make_batch(samples, max_token_len_per_gpu=64)) for samples in RAGGED[:3])
 
 
 def check_reference_policy(rank: int, path: str) -> None:
     options = {"forward_only": True, "model_dtype": "fp32", "compile_layers": True}
     engine = make_engine(path, strategy="fsdp", engine=options)
-    # Its shards are offloaded: pinned, which only a device makes sense of.
+    # Its offloaded shards would be pinned, which needs a GPU.
     with patch.object(torch.Tensor, "pin_memory", lambda self: self):
-        check_outputs(engine, path, make_batch([SAMPLES[i] for i in ROWS[rank]]))
+        check_outputs(engine, path, make_batch([SAMPLES[i] for i in PARTS[rank]]))
 
 
 def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
@@ -87,8 +81,9 @@ def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
     if "FSDP1" not in ranks:
         return errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
     forget_graphs()
-    with graphs_as_they_are():  # a process compiles nothing twice
-        check_graphs(checkpoint.model)
+    with uncompiled_graphs():
+        engine = make_engine(checkpoint.model, **COMPILED_FSDP1)
+        assert_compiled_once(update(engine, make_batch(samples, max_token_len_per_gpu=64)) for samples in RAGGED[:3])
         errors = errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
         check_reference_policy(rank, checkpoint.model)
     frames = counters["frames"]
@@ -98,22 +93,22 @@ def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "case"), PARAMETERS)
-def test_several_processes_keep_the_numbers(ranks: str, case: Case, checkpoint: Checkpoint) -> None:
-    if ranks not in FOUND:
+def test_options_on_several_ranks_are_exact(ranks: str, case: Case, checkpoint: Checkpoint) -> None:
+    if ranks not in ERRORS:
         by_rank = on_ranks(4 if ranks == "four" else 2, errors_on_rank, checkpoint, ranks)
-        FOUND[ranks] = by_case(CASES[ranks], by_rank)
-    assert not FOUND[ranks][str(case)], FOUND[ranks][str(case)]
+        ERRORS[ranks] = by_case(CASES[ranks], by_rank)
+    assert not ERRORS[ranks][str(case)], ERRORS[ranks][str(case)]
 
 
-def test_compiled_critics_keep_their_numbers(value_model: str) -> None:
+def test_compiled_critics_under_fsdp1_are_exact(value_model: str) -> None:
     make = partial(critic_batch, SAMPLES, max_token_len_per_gpu=BUDGET)
-    check_exact_on_ranks(value_model, make, ROWS, critic=True, **COMPILED_FSDP1)
+    check_exact_on_ranks(value_model, make, PARTS, critic=True, **COMPILED_FSDP1)
 
 
 @pytest.mark.slow
-def test_compiled_experts_of_flat_parameters_keep_their_numbers(tmp_path: Path) -> None:
+def test_compiled_experts_under_fsdp1_are_exact(tmp_path: Path) -> None:
     path = save_causal(tmp_path, "qwen3_moe")
-    # The implementation that torch compiles whole on a CPU.
+    # torch compiles this implementation without graph breaks on a CPU.
     override = {"attn_implementation": "sdpa", "_experts_implementation": "batched_mm"}
     make = partial(make_batch, SAMPLES, max_token_len_per_gpu=BUDGET)
-    check_exact_on_ranks(path, make, ROWS, model={"override_config": override}, **COMPILED_FSDP1)
+    check_exact_on_ranks(path, make, PARTS, model={"override_config": override}, **COMPILED_FSDP1)

@@ -1,6 +1,6 @@
-"""Router replay on verl's VeOmni engine: tokens are shared where the experts in front of their labels are equal too.
+"""Router replay on verl's VeOmni engine: tokens are shared only if their experts are equal too.
 
-The reference is transformers' model on every sequence alone, whose routers are made to take the same experts.
+The reference is transformers' model on single sequences, with patched routers that take the same experts.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ CUTS = {"whole groups": 90, "split groups": 38}
 
 
 def routes_of_rollouts(batch: TensorDict) -> torch.Tensor:
-    """Experts at random, alike in equal prompts; some tokens have others, or none, as the last of a rollout."""
+    """Random experts, the same for equal prompts; some tokens have other experts or none (zeros)."""
 
     def draw(seed: int, num_tokens: int) -> torch.Tensor:
         scores = torch.rand(num_tokens, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed))
@@ -49,7 +49,7 @@ def routes_of_rollouts(batch: TensorDict) -> torch.Tensor:
 
 @contextmanager
 def routed(routes: torch.Tensor) -> Iterator[None]:
-    """Routers of transformers, called layer by layer of one sequence after the other, take these experts."""
+    """Patch transformers' routers, called sequence by sequence, to take these experts."""
     calls, of_sequences = count(), routes.unbind()
 
     def forward(router: Qwen3MoeTopKRouter, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -70,11 +70,11 @@ def reference(path: str, batch: TensorDict) -> Result:
 
 
 def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
-    """Tokens that R3 and R2 compute in an update, by how the mini-batch is cut."""
+    """Return the tokens that R3 and R2 compute in an update, by name of the cut."""
     from veomni.distributed.parallel_state import clear_parallel_state
 
     clear_parallel_state()
-    found = {}
+    computed = {}
     for name, budget in CUTS.items():
         batch = make_batch(SAMPLES, max_token_len_per_gpu=-(-budget // ulysses), enable_routing_replay=True)
         splits = name == "split groups"
@@ -87,7 +87,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
 
         batch["routed_experts"] = routes_of_rollouts(batch)
         got = check_exact(engines["R3"], path, batch, sequences=mine, splits=splits, expected=reference(path, batch))
-        found[name] = got.metrics["prefix_grouper/computed_tokens"]
+        computed[name] = got.metrics["prefix_grouper/computed_tokens"]
 
         engine, own = engines["R2"], tu.index_select_tensor_dict(batch.exclude("routed_experts"), mine)
         recording = infer(engine, own)
@@ -110,17 +110,17 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         del outputs["routed_experts"]
         assert_same(got, expected)
         assert_same(replace(got, outputs=outputs), expected)
-        found[name] += got.metrics["prefix_grouper/computed_tokens"]
-    nothing_said = make_batch([Sample([3, 4, 5], []), Sample([3, 4, 5], [6])], enable_routing_replay=True)
+        computed[name] += got.metrics["prefix_grouper/computed_tokens"]
+    empty_response = make_batch([Sample([3, 4, 5], []), Sample([3, 4, 5], [6])], enable_routing_replay=True)
     with pytest.raises(BatchError, match="sequence 0 has an empty response"):
-        infer(engine, nothing_said)
-    return found
+        infer(engine, empty_response)
+    return computed
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ulysses", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_replayed_experts_keep_the_numbers_and_part_what_differs_in_them(tmp_path: Path, ulysses: int) -> None:
+def test_router_replay_is_exact_and_shares_tokens_with_equal_experts(tmp_path: Path, ulysses: int) -> None:
     path = save_causal(tmp_path, "qwen3_moe")
-    for found in on_ranks(2, check_replay, path, ulysses, folder=INSTALLED):
-        for rollouts, recorded in found.values():
+    for computed in on_ranks(2, check_replay, path, ulysses, folder=INSTALLED):
+        for rollouts, recorded in computed.values():
             assert rollouts > recorded

@@ -1,4 +1,4 @@
-"""Options through verl's trainer: two steps each of the example, with all that Ray, TransferQueue and Hydra add."""
+"""Options through verl's trainer: two steps of the example, with Ray, TransferQueue and Hydra."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the example with these options of the matrix, and with overrides that come behind theirs."""
+    """A run of the example with these options of the matrix and further overrides."""
 
     options: tuple[str, ...]
     overrides: tuple[str, ...]
     num_workers: int = 1
     rollout_tolerance: float = 1e-4
     least_dedup_ratio: float = 8.0
+
+
+FIXED = "log_prob_use_dynamic_bsz=False", "log_prob_micro_batch_size_per_gpu=4"
 
 
 RUNS = {
@@ -44,7 +47,7 @@ RUNS = {
             f"{MODEL}.target_modules=all-linear",
             f"{MODEL}.lora.merge=True",
         ),
-        rollout_tolerance=2e-2,  # verl hands merged adapters to the rollout in bf16, whose step is 8e-3
+        rollout_tolerance=2e-2,  # verl sends merged adapters to the rollout in bf16, whose step is 8e-3
     ),
     "groups larger than the budget at another temperature with KL in the reward": Run(
         (
@@ -66,8 +69,7 @@ RUNS = {
         ),
         (
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
-            *(f"{role}.log_prob_use_dynamic_bsz=False" for role in (REF, ROLLOUT)),
-            *(f"{role}.log_prob_micro_batch_size_per_gpu=4" for role in (REF, ROLLOUT)),
+            *(f"{role}.{override}" for role in (REF, ROLLOUT) for override in FIXED),
             f"++{FSDP}.mixed_precision={{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}}",
         ),
         num_workers=4,

@@ -1,7 +1,7 @@
-"""verl's VeOmni engine on two processes: exact with every option that it has, and in every model type that shares.
+"""verl's VeOmni engine on two processes is exact with every option and every model type that it supports.
 
-VeOmni shards nothing in a process alone. It keeps the parallel sizes of a process's first engine until it is told.
-Where verl can import it, it does so in every process, which writes to stdout: so these processes alone find it.
+VeOmni needs two processes to shard, and keeps the parallel sizes of a process's first engine until they are cleared.
+It writes to stdout when verl imports it, so only these processes have it on their path.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.architectures.tiny_configs import save_causal
-from tests.engine.ranks import graphs_as_they_are, on_ranks
+from tests.engine.ranks import on_ranks, uncompiled_graphs
 from tests.options.harness import Checkpoint, Engines, assert_exact, errors_of
 from tests.options.option import Case, Option
 from tests.options.table import case_of
@@ -57,7 +57,7 @@ def errors_on_rank(rank: int, checkpoints: dict[str, Checkpoint]) -> list[str]:
         if (of := (model_type, case.num_ranks)) not in engines:
             clear_parallel_state()
             engines[of] = Engines(checkpoints[model_type])
-        with graphs_as_they_are():
+        with uncompiled_graphs():
             errors += errors_of(rank, [case], partial(assert_exact, engines=engines[of]))
     with pytest.raises(ValueError, match="keeps that of a process's first engine, 2"):
         make_engine(checkpoints["qwen3"].model, strategy="veomni")
@@ -65,8 +65,8 @@ def errors_on_rank(rank: int, checkpoints: dict[str, Checkpoint]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What is wrong with each case, by rank."""
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Traceback of each case on each rank, or ''."""
     folder = tmp_path_factory.mktemp("veomni")
     checkpoints = {kind: Checkpoint(save_causal(folder / kind, kind), "") for kind in VEOMNI_TYPES}
     by_rank = on_ranks(2, errors_on_rank, checkpoints, folder=INSTALLED)
@@ -75,5 +75,5 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", IDS)
-def test_veomni_keeps_the_numbers(found: dict[str, list[str]], case: str) -> None:
-    assert not any(found[case]), "\n".join(found[case])
+def test_veomni_is_exact(errors: dict[str, list[str]], case: str) -> None:
+    assert not any(errors[case]), "\n".join(errors[case])

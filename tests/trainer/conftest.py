@@ -1,4 +1,4 @@
-"""Configs of runs that share prefixes, on a checkpoint that has no weights: the driver needs none."""
+"""The config of a shared-prefix run, on a checkpoint without weights."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ class Workers:
 
 @pytest.fixture
 def config(tmp_path: Path) -> DictConfig:
-    """What a trainer's balance reads: mini-batches of two prompts, two responses each."""
+    """Settings that a trainer's balance reads: mini-batches of two prompts with two responses each."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     Qwen3Config(vocab_size=64, **sizes, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
     model = {"_target_": "verl.workers.config.HFModelConfig", "path": str(tmp_path), "tokenizer_path": "/nowhere"}

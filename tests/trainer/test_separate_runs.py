@@ -1,4 +1,4 @@
-"""Trainers with rollout servers of their own run packed mode end to end."""
+"""Trainers with separate rollout servers run packed mode end to end."""
 
 from pathlib import Path
 
@@ -46,15 +46,17 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_trainers_with_servers_of_their_own_train_in_packed_mode(name: str, tmp_path: Path) -> None:
+def test_trainers_with_separate_rollout_servers_train_in_packed_mode(name: str, tmp_path: Path) -> None:
     overrides, variables = RUNS[name]
     summary, steps = train(tmp_path, *overrides, **variables)
     assert summary["mode"] == Mode.PACKED.value
-    trained = [step for step in steps if "actor/grad_norm" in step]  # fully async sends weights in steps of their own
+    trained = [step for step in steps if "actor/grad_norm" in step]  # fully async sends weights in separate steps
     assert trained == steps or (trained and name == "fully_async")
     assert_shared(trained, least=8, tolerance=None)
     for step in trained:
         if name != "fully_async":
             assert step["prefix_grouper/balance/cut_groups"] == 0
         if name == "separate_async":
-            assert 0.8 < step["prefix_grouper/balance/estimated_over_computed_tokens"] < 5, "all prompts begin alike"
+            assert 0.8 < step["prefix_grouper/balance/estimated_over_computed_tokens"] < 5, (
+                "all prompts share a preamble"
+            )

@@ -1,4 +1,4 @@
-"""verl's SFT trainer, unmodified: switched on by an engine config alone, its losses and gradient norms are stock's."""
+"""verl's SFT trainer with the plugin's engine config: losses and gradient norms equal stock verl's."""
 
 import os
 import random
@@ -34,19 +34,19 @@ CASES = {
     "lora": ["engine.strategy=fsdp2", "model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=all-linear"],
     "blocks": ["engine.strategy=fsdp2", *BLOCKS],
 }
-STOCK = {"fsdp1": "fsdp2", "ulysses": "fsdp2"}  # on a CPU stock verl's loss under Ulysses is another one
+STOCK = {"fsdp1": "fsdp2", "ulysses": "fsdp2"}  # stock verl's loss under Ulysses differs on a CPU
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A tiny checkpoint with a chat template, and conversations behind one system prompt, two to a question."""
+    """A tiny checkpoint with a chat template, and conversations with one system prompt, two for each question."""
     folder = tmp_path_factory.mktemp("sft")
     checkpoint = make_tiny_checkpoint(folder / "model", warm_up_steps=0)
     system = {"role": "system", "content": "Answer with a number and nothing else, however long the question is."}
     draw, conversations = random.Random(0), []
     for question in [*range(12)] * 2:
-        asked = {"role": "user", "content": f"{question}+{question}="}
-        conversations.append([system, asked, {"role": "assistant", "content": str(draw.randrange(10**5))}])
+        user = {"role": "user", "content": f"{question}+{question}="}
+        conversations.append([system, user, {"role": "assistant", "content": str(draw.randrange(10**5))}])
     draw.shuffle(conversations)
     pq.write_table(pa.table({"messages": conversations}), folder / "train.parquet")
     return str(checkpoint), str(folder / "train.parquet")
@@ -56,7 +56,7 @@ Runs = dict[str, list[dict[str, float]]]
 
 
 def train(rank: int, checkpoint: str, file: str, folder: str) -> Runs:
-    """Metrics of three steps of every case, of stock verl and with shared prefixes."""
+    """Metrics of three steps of every case, in stock verl and with shared prefixes."""
     register()
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     environment = patch.dict(os.environ, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
@@ -70,7 +70,7 @@ def train(rank: int, checkpoint: str, file: str, folder: str) -> Runs:
             logged.append({**data, "dedup ratio": ratios[-1] if ratios else 1.0})
 
     tracked = patch.object(sft_trainer, "Tracking", Tracking)
-    found = {}
+    runs = {}
     with weights_stay_on_the_cpu(), environment, tracked, TestCase().assertLogs("verl_pg_plugin", "INFO") as log:
         for case, overrides in CASES.items():
             for shared in (False, True) if case not in STOCK else (True,):
@@ -88,8 +88,8 @@ def train(rank: int, checkpoint: str, file: str, folder: str) -> Runs:
                     name="sft_trainer_engine",
                 )
                 sft_trainer.SFTTrainer(config).fit()
-                found[f"{case} {'shared' if shared else 'stock'}"] = [dict(step) for step in logged]
-    return found
+                runs[f"{case} {'shared' if shared else 'stock'}"] = [dict(step) for step in logged]
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -98,23 +98,23 @@ def runs(prepared: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradient_norms_are_those_of_stock(runs: Runs, case: str) -> None:
+def test_losses_and_gradient_norms_match_stock_verl(runs: Runs, case: str) -> None:
     stock, shared = runs[f"{STOCK.get(case, case)} stock"], runs[f"{case} shared"]
     assert len(stock) == len(shared) == 3
     for expected, got in zip(stock, shared, strict=True):
         for name in ("train/loss", "train/grad_norm"):
             assert got[name] == pytest.approx(expected[name], rel=1e-5), name
-        assert all(isinstance(value, int | float) for value in got.values()), "what TensorBoard takes"
+        assert all(isinstance(value, int | float) for value in got.values()), "TensorBoard accepts numbers only"
 
 
-def test_blocks_bring_answers_to_one_question_together(runs: Runs) -> None:
+def test_blocks_keep_answers_to_one_question_together(runs: Runs) -> None:
     shuffled, blocks = runs["fsdp2 shared"], runs["blocks shared"]
     tokens = [sum(step["train/global_tokens"] for step in steps) for steps in (shuffled, blocks)]
-    assert tokens[0] == tokens[1], "an epoch is every sample once"
+    assert tokens[0] == tokens[1], "an epoch has every sample once"
     assert min(step["dedup ratio"] for step in blocks) > 1.1 * max(step["dedup ratio"] for step in shuffled)
 
 
-def test_samples_that_fill_no_block_are_left_out_aloud(prepared: tuple[str, str], caplog) -> None:
+def test_samples_that_fill_no_block_are_dropped_with_a_warning(prepared: tuple[str, str], caplog) -> None:
     checkpoint, file = prepared
     config = compose_config("+data.samples_per_block=5", module="verl.trainer.config", name="sft_trainer_engine").data
     assert len(SFTBlocks(parquet_files=file, tokenizer=AutoTokenizer.from_pretrained(checkpoint), config=config)) == 4

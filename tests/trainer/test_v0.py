@@ -1,4 +1,4 @@
-"""V0 trainers, verl's and other people's, find batches in which the rows of one prompt meet."""
+"""V0 trainers, verl's and custom ones, get whole groups on each rank and in each mini-batch."""
 
 import inspect
 from typing import Any
@@ -28,7 +28,7 @@ class Stock(RayPPOTrainer):
 
 
 class OwnBalanceV0(Stock):
-    """Overrides the balance without asking verl's, and hands back another batch with its longest rows first."""
+    """Overrides the balance without ``super()`` and returns a new batch, longest rows first."""
 
     def _balance_batch(self, batch: DataProto, metrics: dict, *args: Any, **kwargs: Any) -> DataProto:
         order = batch.batch["attention_mask"].sum(dim=1).argsort(descending=True)
@@ -65,13 +65,13 @@ def ranks(batch: DataProto) -> list[list[str]]:
 
 
 def assert_whole_groups(batch: DataProto, rows: int) -> None:
-    """In both mini-batches, of so many rows, of each rank."""
+    """Both mini-batches, of ``rows`` rows, of each rank hold one group."""
     for rank in ranks(batch):
         assert all(len(set(part)) == 1 for part in (rank[:rows], rank[rows:]))
 
 
 @pytest.fixture(autouse=True)
-def in_force() -> None:
+def patched() -> None:
     verl_pg_plugin._keep_groups()
 
 
@@ -81,17 +81,17 @@ def trainer(config: DictConfig) -> Stock:
     return Stock(config)
 
 
-def test_a_number_of_groups_that_the_ranks_do_not_divide_is_dealt_out(trainer: Stock) -> None:
-    """verl's own balance for the flag raises a ValueError: 3 groups, 2 ranks."""
+def test_three_groups_are_balanced_over_two_ranks(trainer: Stock) -> None:
+    """verl's own balance for the flag raises a ValueError."""
     batch, metrics = make_batch("aabbcc", [5] * 6), {}
     trainer._balance_batch(batch, metrics)
     assert metrics["prefix_grouper/balance/cut_groups"] == 1
     assert sorted(batch.batch["row"].tolist()) == list(range(6))
     first, second = ranks(batch)
-    assert len(set(first) & set(second)) == 1, "only the group that had to be cut is on both"
+    assert len(set(first) & set(second)) == 1, "only one group is on both"
 
 
-def test_mini_batches_hold_whole_groups_and_no_rank_waits(trainer: Stock) -> None:
+def test_mini_batches_hold_whole_groups_and_are_balanced(trainer: Stock) -> None:
     """verl's own balance puts both long groups into one mini-batch."""
     trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 2
     batch, metrics = make_batch("aabbccdd", [40, 40, 40, 40, 2, 2, 2, 2]), {}
@@ -103,32 +103,33 @@ def test_mini_batches_hold_whole_groups_and_no_rank_waits(trainer: Stock) -> Non
     assert [len(set(part)) for part in zip(*ranks(batch), strict=True)] == [2] * 4
 
 
-def test_a_trainer_that_shares_nothing_is_balanced_as_verl_does_it(trainer: Stock) -> None:
+def test_without_the_flag_verls_own_balance_runs(trainer: Stock) -> None:
     trainer.config.actor_rollout_ref.actor.use_prefix_grouper = False
     batch, metrics = make_batch("aabb", [40, 2, 40, 2]), {}
     trainer._balance_batch(batch, metrics)
-    assert [sum(rank.count(uid) for uid in "a") for rank in ranks(batch)] == [1, 1], "by length, groups torn apart"
+    assert [rank.count("a") for rank in ranks(batch)] == [1, 1], "by length, which cuts groups"
     assert not any(name.startswith("prefix_grouper") for name in metrics)
 
 
 @pytest.mark.parametrize(
-    ("method", "new", "told"),
+    ("method", "new", "cause"),
     [
         ("_balance_batch", lambda self, other: None, r"takes \(self, other\), without batch"),
         ("_update_actor", lambda self, other: None, r"takes \(self, other\), without batch"),
         ("_update_actor", type, "has no readable signature"),
     ],
 )
-def test_a_method_with_other_parameters_is_not_patched(monkeypatch, method: str, new: Any, told: str) -> None:
+def test_a_method_with_other_parameters_is_not_patched(monkeypatch, method: str, new: Any, cause: str) -> None:
     monkeypatch.setattr(RayPPOTrainer, "_balance_batch", inspect.unwrap(RayPPOTrainer._balance_batch))
     monkeypatch.setattr(RayPPOTrainer, method, new)
-    with pytest.raises(upstream.UpstreamChangedError, match=rf"RayPPOTrainer\.{method} {told}"):
+    with pytest.raises(upstream.UpstreamChangedError, match=rf"RayPPOTrainer\.{method} {cause}"):
         keep_groups(RayPPOTrainer)
-    assert not hasattr(RayPPOTrainer._balance_batch, "wrapped_by_verl_pg_plugin"), "or neither is"
+    assert not hasattr(RayPPOTrainer._balance_batch, "wrapped_by_verl_pg_plugin"), "neither method is patched"
 
 
-def test_an_update_that_shares_logs_what_it_saved_and_the_last_what_all_did(trainer, caplog, monkeypatch) -> None:
-    counted = {"actor/prefix_grouper/total_tokens": [800.0], "actor/prefix_grouper/computed_tokens": [200.0]}
+def test_each_update_logs_its_saved_tokens_and_the_last_one_the_mean(trainer, caplog, monkeypatch) -> None:
+    counts = {"total": [800.0], "computed": [200.0], "padding": [0.0]}
+    counted = {f"actor/prefix_grouper/{name}_tokens": count for name, count in counts.items()}
 
     def update(self: Any, batch: Any) -> DataProto:
         return DataProto(meta_info={"metrics": counted})
@@ -146,14 +147,13 @@ def test_an_update_that_shares_logs_what_it_saved_and_the_last_what_all_did(trai
         "step 2/2: 25.0% of tokens not computed, dedup ratio 1.33",
         "shared prefixes, mean over the run: 50.0% of tokens not computed, dedup ratio 2.00",
     ]
-    del counted["actor/prefix_grouper/computed_tokens"]  # of an update that shares nothing
+    del counted["actor/prefix_grouper/computed_tokens"]  # an update without shared prefixes
     trainer._update_actor(None)
     assert len(caplog.messages) == 3
 
 
-def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(config: DictConfig) -> None:
-    trainer = keep_groups(OwnBalanceV0)(config)
-    metrics: dict[str, Any] = {}
+def test_a_custom_balance_runs_and_its_batch_gets_whole_groups(config: DictConfig) -> None:
+    trainer, metrics = keep_groups(OwnBalanceV0)(config), {}
     balanced = trainer._balance_batch(make_batch("abababab", [3, 30, 40, 4, 20, 5, 6, 10]), metrics)
     assert {"own/balanced", "global_seqlen/balanced_max"} <= metrics.keys()
     assert metrics["prefix_grouper/balance/cut_groups"] == 2, "two groups of four rows in mini-batches of two a rank"
@@ -161,7 +161,7 @@ def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(config: 
     assert_whole_groups(balanced, 2)
 
 
-def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches(config: DictConfig) -> None:
+def test_a_custom_training_loop_gets_whole_groups(config: DictConfig) -> None:
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 6
     trainer, batch = keep_groups(OwnFitV0)(config), make_batch("abcdabcd" * 3, [7] * 24)
     metrics = trainer.fit(batch)
@@ -170,33 +170,31 @@ def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches(config: DictConfi
     assert_whole_groups(batch, 6)
 
 
-def test_an_update_that_calls_its_parents_is_counted_once(config: DictConfig) -> None:
-    class CallsParent(keep_groups(OwnFitV0)):  # type: ignore[misc]
-        def _update_actor(self, batch: DataProto) -> DataProto:
-            return super()._update_actor(batch)
-
-    trainer = keep_groups(CallsParent)(config)
-    trainer.fit(make_batch("aabb", [7] * 4))
-    assert trainer._pg_tokens.tolist() == [4.0, 4.0]
-
-
-def test_a_loop_that_never_balances_is_warned_about_once(config: DictConfig, caplog) -> None:
+def test_a_loop_that_never_balances_logs_one_warning(config: DictConfig, caplog) -> None:
     trainers, batch = [keep_groups(OwnFitV0)(config) for _ in range(2)], make_batch("aabb", [7] * 4)
     for balance, trainer in zip((True, False), trainers, strict=True):
         for _ in range(2):
             trainer.fit(batch, balance)
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "OwnFitV0 updates its actor with a batch that never went through _balance_batch" in told
-    assert "trainer.balance_batch=True" in told
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "OwnFitV0 updates its actor with a batch that never went through _balance_batch" in warning
+    assert "trainer.balance_batch=True" in warning
 
 
-def test_wrapping_twice_or_deriving_from_a_wrapped_class_wraps_once() -> None:
+def test_wrapped_and_derived_classes_are_wrapped_once(config: DictConfig) -> None:
     wrapped, update = keep_groups(OwnFitV0), OwnFitV0._update_actor
     assert keep_groups(wrapped) is OwnFitV0
     assert OwnFitV0._update_actor is update
     assert "_update_actor" not in vars(keep_groups(type("Derived", (wrapped,), {})))
 
+    class CallsParent(wrapped):  # type: ignore[misc, valid-type]
+        def _update_actor(self, batch: DataProto) -> DataProto:
+            return super()._update_actor(batch)
 
-def test_a_class_of_neither_line_is_refused_by_name() -> None:
+    trainer = keep_groups(CallsParent)(config)
+    trainer.fit(make_batch("aabb", [7] * 4))
+    assert trainer._pg_tokens.tolist() == [4.0, 4.0], "the update is counted once"
+
+
+def test_a_class_that_is_no_verl_trainer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"builtins.dict is derived from neither verl.trainer.ppo.v1"):
         keep_groups(dict)

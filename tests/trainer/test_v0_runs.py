@@ -14,12 +14,8 @@ TRAINED = ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/
 pytestmark = pytest.mark.timeout(1800)
 
 
-def values(steps: list[dict[str, float]], name: str) -> list[float]:
-    return [step[name] for step in steps]
-
-
-def test_five_groups_train_on_two_ranks_through_verls_own_entry_point(tmp_path: Path) -> None:
-    """verl's V0 refuses the flag with a number of groups that the ranks do not divide."""
+def test_five_groups_train_on_two_ranks_through_verls_entry_point(tmp_path: Path) -> None:
+    """verl's V0 alone refuses a number of groups that the ranks do not divide."""
     sizes = {"TRAIN_BATCH_SIZE": "5", "PPO_MINI_BATCH_SIZE": "5", "ROLLOUT_N": "4", "TOTAL_STEPS": "1"}
     summary, (step,) = train(tmp_path, V0, ENTRY_POINT="verl.trainer.main_ppo", NGPUS_PER_NODE="2", **sizes)
     assert summary["mode"] == Mode.PACKED.value
@@ -35,22 +31,23 @@ def test_five_groups_train_on_two_ranks_through_verls_own_entry_point(tmp_path: 
 
 
 @pytest.mark.slow
-def test_v0_and_v1_train_alike_from_one_seed(tmp_path: Path) -> None:
-    # One optimizer step a training step: what V0 and V1 sample is the same, the order in which it arrives is not.
+def test_v0_and_v1_train_to_equal_metrics_from_one_seed(tmp_path: Path) -> None:
+    # One optimizer step for each training step: V0 and V1 get the same samples in a different order.
     sizes = {"TOTAL_STEPS": "3", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "8"}
     packed, ours = train(tmp_path / "v0", V0, **sizes)
     _, v1 = train(tmp_path / "v1", **sizes)
     rmpad, stock = train(tmp_path / "rmpad", V0, USE_PREFIX_GROUPER="False", **sizes)
     assert (packed["mode"], rmpad["mode"]) == (Mode.PACKED.value, Mode.RMPAD.value)
-    for name in TRAINED:
-        assert values(ours, name) == pytest.approx(values(v1, name), rel=1e-4), f"{name} under V1"
-        assert values(ours, name) == pytest.approx(values(stock, name), rel=1e-4), f"{name} without sharing"
-    assert len(set(values(ours, "actor/entropy"))) == 3, "equal steps would prove nothing"
+    for step, of_v1, of_stock in zip(ours, v1, stock, strict=True):
+        for name in TRAINED:
+            assert step[name] == pytest.approx(of_v1[name], rel=1e-4), f"{name} under V1"
+            assert step[name] == pytest.approx(of_stock[name], rel=1e-4), f"{name} without sharing"
+    assert len({step["actor/entropy"] for step in ours}) == 3, "steps differ"
 
 
 @pytest.mark.slow
-def test_full_determinism_repeats_a_run_bit_by_bit(tmp_path: Path) -> None:
-    """On two ranks, in mini-batches of one training step, as verl's documentation asks for it (V0)."""
+def test_full_determinism_repeats_a_run_bit_for_bit(tmp_path: Path) -> None:
+    """On two ranks, with V0 as verl's documentation requires."""
     sections = ("rollout", "actor.fsdp_config", "ref.fsdp_config")
     flags = [f"actor_rollout_ref.{section}.full_determinism=True" for section in sections]
     ranks = {"NGPUS_PER_NODE": "2", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""V1 trainers find batches in which the rows of one prompt meet on one rank and in one mini-batch; what it costs."""
+"""V1 trainers get whole groups on each rank and in each mini-batch, balanced by estimated cost."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -50,34 +50,35 @@ def trainer(config: DictConfig) -> Any:
     return StockTrainer(config)
 
 
-def test_an_import_of_a_verl_without_the_method_or_its_class_warns_or_goes_on(monkeypatch, caplog) -> None:
+def test_a_missing_method_is_a_warning_and_a_missing_class_is_none(monkeypatch, caplog) -> None:
     monkeypatch.delattr(PPOTrainer, "_balance_batch")
     verl_pg_plugin._keep_groups()
-    told = "UpstreamChangedError: verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl"
-    assert told in caplog.text
+    assert "verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl" in caplog.text
     monkeypatch.delattr(verls, "PPOTrainer")
     verl_pg_plugin._keep_groups()
     assert len(caplog.records) == 1
 
 
-def test_sequences_with_one_uid_go_to_one_rank_whatever_follows_it_in_their_keys(trainer: Any) -> None:
-    batch, metrics = make_batch(["a_x_0_0", "b_x_0_0", "a_x_1_0", "b_x_1_1"], responses=[5, 5, 5, 5]), {}
+@pytest.mark.parametrize(
+    ("first", "second", "equal_cost"),
+    [
+        (["a_x_0_0", "a_x_1_0"], ["b_x_0_0", "b_x_1_1"], True),
+        (["a_0_0", "a_1_0"], ["one_sample_x", "sample1"], False),  # keys of another form are groups of one
+    ],
+    ids=["uid and suffixes", "other keys"],
+)
+def test_sequences_of_one_uid_are_on_one_rank(trainer: Any, first: list, second: list, equal_cost: bool) -> None:
+    keys = [key for pair in zip(first, second, strict=True) for key in pair]
+    batch, metrics = make_batch(keys, responses=[5, 5, 5, 5]), {}
     assert trainer._balance_batch(batch, metrics) is batch
-    assert sorted(map(sorted, ranks(batch))) == [["a_x_0_0", "a_x_1_0"], ["b_x_0_0", "b_x_1_1"]]
+    assert sorted(map(sorted, ranks(batch))) == [first, second]
     assert metrics["prefix_grouper/balance/cut_groups"] == 0
-    assert metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)
+    assert (metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)) == equal_cost
     assert metrics["global_seqlen/balanced_max"] == 26
 
 
-def test_keys_of_another_form_are_groups_of_their_own(trainer: Any) -> None:
-    batch, metrics = make_batch(["sample1", "a_0_0", "one_sample_x", "a_1_0"], responses=[5, 5, 5, 5]), {}
-    trainer._balance_batch(batch, metrics)
-    assert sorted(map(sorted, ranks(batch))) == [["a_0_0", "a_1_0"], ["one_sample_x", "sample1"]]
-    assert metrics["prefix_grouper/balance/cut_groups"] == 0
-
-
-def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, monkeypatch: Any) -> None:
-    """Of a mini-batch, of which there are two."""
+def test_estimated_tokens_are_compared_with_computed_ones(trainer: Any, monkeypatch: Any) -> None:
+    """Both are means over the two mini-batches."""
 
     def update(self: Any, batch: Any, metrics: dict[str, float]) -> Any:
         counted = {"total": 44.0, "computed": 30.0, "padding": 4.0}
@@ -92,8 +93,8 @@ def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, 
     assert metrics["prefix_grouper/balance/estimated_over_computed_tokens"] == (2 * (7 + 2 * 3)) / 26
 
 
-def test_turns_of_a_session_continue_each_other_in_whatever_order_they_come(trainer: Any) -> None:
-    """The second row of each session has all of the first as its prompt: two rows more, for its response."""
+def test_turns_of_a_session_share_tokens_in_any_order(trainer: Any) -> None:
+    """The first turn is the prompt of the second, which adds the two tokens of its response."""
     batch, metrics = make_batch(["a_0_1", "a_0_0", "b_7_1", "b_7_0"], responses=[2, 3, 2, 3]), {}
     for tag in batch.tags[::2]:
         tag["prompt_len"] = 11
@@ -101,8 +102,8 @@ def test_turns_of_a_session_continue_each_other_in_whatever_order_they_come(trai
     assert metrics["prefix_grouper/balance/estimated_tokens"] == 2 * (10 + 2)
 
 
-def test_two_runs_whose_uids_are_drawn_anew_assign_alike(trainer: Any) -> None:
-    """Groups that cost the same would otherwise go where the names of their uids sort: no run would repeat another."""
+def test_the_assignment_does_not_depend_on_the_names_of_uids(trainer: Any) -> None:
+    """verl draws new uids in each run."""
     orders = []
     for uids in ("aabbccddeeff", "ffbbddaaccee"):
         batch = make_batch([f"{uid}_{place}_0" for place, uid in enumerate(uids)], responses=[7] * 12)
@@ -111,7 +112,7 @@ def test_two_runs_whose_uids_are_drawn_anew_assign_alike(trainer: Any) -> None:
     assert orders[0] == orders[1]
 
 
-def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(config: DictConfig) -> None:
+def test_flops_of_the_actor_follow_its_config_with_overrides(config: DictConfig) -> None:
     hf_config = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
     assert actor_flops(config) == ModelFlops.of(text_skeleton(hf_config))
     config.actor_rollout_ref.model.override_config = {"intermediate_size": 48}
@@ -119,7 +120,7 @@ def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
     assert actor_flops(config) == ModelFlops.of(text_skeleton(hf_config))
 
 
-def test_groups_of_an_actor_that_cannot_be_priced_are_balanced_by_tokens(trainer: Any, tmp_path, caplog) -> None:
+def test_groups_are_balanced_by_tokens_if_flops_cannot_be_counted(trainer: Any, tmp_path, caplog) -> None:
     register_own(WeightReadForCausalLM).save_pretrained(tmp_path)
     trainer.config.actor_rollout_ref.model.path = str(tmp_path)
     for _ in range(2):
@@ -133,5 +134,5 @@ def test_groups_of_an_actor_that_cannot_be_priced_are_balanced_by_tokens(trainer
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(12, 3), (4, 1), (6, 1), (10, 1)])
-def test_mini_batches_are_those_of_the_actor_where_it_trains(config, batch_size: int, expected: int) -> None:
+def test_number_of_mini_batches_of_the_actor(config, batch_size: int, expected: int) -> None:
     assert mini_batches_of_config(SimpleNamespace(config=config), batch_size) == expected

@@ -1,7 +1,4 @@
-"""verl's checkpoint engine ``store``: weights from training workers to rollout servers of their own, without a GPU.
-
-The first training worker puts all weights into a ``TCPStore``, from which every rollout worker reads them.
-"""
+"""verl's checkpoint engine ``store``: rollout servers without a GPU read the weights from a ``TCPStore``."""
 
 import asyncio
 import io
@@ -20,7 +17,7 @@ SENDER, OTHER_TRAINER, RECEIVER = range(3)
 
 @CheckpointEngineRegistry.register("store")
 class StoreCheckpointEngine(CheckpointEngine):
-    """One worker's end; verl calls the methods from top to bottom each time it sends weights."""
+    """One worker; verl calls the methods from top to bottom for each transfer."""
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None: ...
 
@@ -43,7 +40,7 @@ class StoreCheckpointEngine(CheckpointEngine):
             self._store = TCPStore(**address, is_master=False, timeout=TIMEOUT)
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
-        """Go through the weights, on every training worker since that gathers them; one of them sends."""
+        """Iterate the weights on every training worker, which gathers them; one worker sends."""
         on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
         if self._part == SENDER:
             buffer = io.BytesIO()
