@@ -1,4 +1,4 @@
-"""An option that there is not, or a value that is not taken, is one clear error with what is taken instead."""
+"""Unknown options and values are one clear error that names the valid ones."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_no_option_takes_every_value():
 
 
 @pytest.mark.parametrize(("name", "value", "why"), WRONG)
-def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
+def test_wrong_values_are_named_with_the_valid_ones(name, value, why):
     (issue,) = option_issues({name: value})
     assert issue.why.startswith(why)
     assert issue.fix.startswith(f"++prefix_grouper.{name}=")
@@ -46,7 +46,7 @@ def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
         PrefixGrouperOptions(**{name: value})
 
 
-def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
+def test_misspelt_options_name_the_closest_one():
     (issue,) = option_issues({"verfy": "first"})
     assert issue.fix == "did you mean ++prefix_grouper.verify=first?"
     (issue,) = option_issues({"zzz": 1})
@@ -54,7 +54,7 @@ def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
     assert issue.fix == "remove it"
 
 
-def test_options_of_an_sft_run_which_no_preflight_sees_are_read_and_checked_by_the_engine_config():
+def test_engine_config_checks_options_of_sft_runs():
     read = PrefixGrouperEngineConfig(prefix_grouper={"activations": "inputs"}).prefix_grouper
     assert read == PrefixGrouperOptions(activations="inputs")
     for wrong, fix in ({"activatons": "inputs"}, "activations"), ({"verify": "every100"}, "verify=auto, off, first"):
@@ -67,7 +67,7 @@ def test_options_of_an_sft_run_which_no_preflight_sees_are_read_and_checked_by_t
         PrefixGrouperEngineConfig(prefix_grouper="inputs")
 
 
-def test_options_can_be_read_where_torch_is_slow_to_load_or_not_there():
+def test_options_import_neither_torch_nor_verl():
     code = "from verl_pg_plugin.config import Mode, PrefixGrouperOptions, mode_of; PrefixGrouperOptions()\n"
     code += "import json, sys; print(json.dumps(sorted(sys.modules)))"
     loaded = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
