@@ -43,18 +43,18 @@ ANY_BATCH = st.one_of(agents(), tries(), batches())
 
 
 def samples_of(batch: Batch) -> list[core.Sample]:
-    """With advantages that differ, so that no two sequences can be exchanged."""
+    """Return samples with different advantages, so that no two sequences can be exchanged."""
     pairs = enumerate(zip(batch.sequences, batch.prompt_lengths, strict=True))
     return [core.Sample(tokens[:prompt], tokens[prompt:], 1.0 - 0.3 * s) for s, (tokens, prompt) in pairs]
 
 
 def reading_order(layout: PackedLayout) -> np.ndarray:
-    """Of the layout's response tokens: that of the batch, where verl reads them."""
+    """Return the order of the layout's response tokens in the batch, as verl reads them."""
     return np.argsort(layout.response_index)
 
 
 @given(ANY_BATCH)
-def test_layouts_equal_those_of_the_file(batch: Batch) -> None:
+def test_layouts_match_the_file(batch: Batch) -> None:
     layout, packed = batch.layout(), core.pack(samples_of(batch))
     mask_TT = core.ancestor_mask(packed.parent_T)
     segments = core.cut_into_segments(packed.parent_T, mask_TT)
@@ -75,7 +75,7 @@ def test_layouts_equal_those_of_the_file(batch: Batch) -> None:
 
 @given(ANY_BATCH, st.sampled_from([(4, 3), (0.5, 0.0), (0.5, 1e9), (100, 0.0)]), st.integers(0, 999))
 @settings(max_examples=40)
-def test_the_op_attends_as_the_file_does(batch: Batch, cuts: tuple[float, float], seed: int) -> None:
+def test_op_matches_the_file(batch: Batch, cuts: tuple[float, float], seed: int) -> None:
     packed = core.pack(samples_of(batch))
     mask_TT = core.ancestor_mask(packed.parent_T)
     tensors = random_tensors(len(mask_TT), HEADS, KV_HEADS, HEAD_DIM, seed, torch.float64)
@@ -89,7 +89,7 @@ def test_the_op_attends_as_the_file_does(batch: Batch, cuts: tuple[float, float]
 
 @given(ANY_BATCH, st.integers(0, 999))
 @settings(max_examples=15)
-def test_log_probs_and_gradients_of_the_op_and_of_the_file_are_those_of_each_sequence_alone(batch, seed) -> None:
+def test_op_and_file_match_single_sequences(batch, seed) -> None:
     torch.manual_seed(seed)
     model, samples = core.Decoder(vocab_size=1000).double(), samples_of(batch)
     packed, layout = core.pack(samples), batch.layout()
@@ -102,7 +102,7 @@ def test_log_probs_and_gradients_of_the_op_and_of_the_file_are_those_of_each_seq
     ):
         log_probs = core.packed_log_probs(model, samples, packed, attend)
         torch.testing.assert_close(core.outcome(model, samples, log_probs), expected, rtol=1e-10, atol=1e-10)
-    # The package's way: its arrays alone.
+    # The package's arrays and attention.
     token_T, position_T, label_T = map(torch.tensor, (layout.input_ids, layout.position_ids, layout.labels))
     hidden_TC = model(token_T, position_T, partial(op.attend_packed, options=options))
     log_prob_N = model.log_probs(hidden_TC[layout.head_index], label_T[layout.head_index])
@@ -111,7 +111,7 @@ def test_log_probs_and_gradients_of_the_op_and_of_the_file_are_those_of_each_seq
     torch.testing.assert_close(core.outcome(model, samples, responses), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_the_file_runs_with_torch_alone_and_prints_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_needs_torch_alone_and_prints_its_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert {name.partition(".")[0] for name in imports_of(FILE)} - sys.stdlib_module_names == {"torch"}
     core.main()
     drawing, _, comparison = capsys.readouterr().out.partition("largest difference from each sequence alone")
