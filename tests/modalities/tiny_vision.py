@@ -1,4 +1,4 @@
-"""Tiny vision-language models, and samples with images as verl hands them over, by what is hard about them."""
+"""Tiny vision-language models, and samples with images in the form that verl passes to an engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> 
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         rope = {**ROPE, "mrope_section": [1, 1, 2]}
         sizes = {**ENCODER, **encoder, "window_size": 16, "fullatt_block_indexes": [1]}
-        if kind == "qwen2_vl":  # which calls the encoder's own width embed_dim
+        if kind == "qwen2_vl":  # whose name for the encoder's width is embed_dim
             unknown = ("intermediate_size", "window_size", "fullatt_block_indexes")
             width = {"embed_dim": sizes["hidden_size"], "hidden_size": sizes.pop("out_hidden_size"), "mlp_ratio": 2}
             sizes = {name: size for name, size in sizes.items() if name not in unknown} | width
@@ -64,7 +64,7 @@ def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> 
 
 
 def save_vision_model(path: Path, kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> str:
-    """Write a random float32 checkpoint; ``text`` overrides sizes of its language model, ``encoder`` of the other."""
+    """Write a random float32 checkpoint; ``text`` and ``encoder`` override sizes of its two parts."""
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, encoder, **text), dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -80,8 +80,8 @@ class Shown:
 
     grid: tuple[int, int, int]  # frames, rows and columns of patches
     seed: int
-    kind: str = "image"  # or "video", or "frames": a timestamp in front of each, as Qwen3-VL's processor writes them
-    closed: bool = True  # without, responses diverge directly behind the placeholders
+    kind: str = "image"  # or "video", or "frames", each after a timestamp as Qwen3-VL's processor writes them
+    closed: bool = True  # if False, responses diverge right after the placeholders
 
     @property
     def medium(self) -> str:
@@ -139,7 +139,7 @@ def load(path: str) -> Any:
 
 
 def position_ids(model: Any, sample: Shot) -> torch.Tensor:
-    """(4, L) as verl's agent loop makes them: a counter, then the model's own rope index."""
+    """Return (4, L) as verl's agent loop makes them: a counter, then the model's own rope index."""
     ids = torch.tensor([sample.tokens])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     grids = {name: tensor for name, tensor in sample.inputs.items() if name.endswith("thw")}
@@ -148,7 +148,7 @@ def position_ids(model: Any, sample: Shot) -> torch.Tensor:
 
 
 def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDict:
-    """As verl's V1 trainer hands the samples to an engine, with what its agent loop adds to images."""
+    """Return the samples as verl's V1 trainer passes them to an engine, with its agent loop's image inputs."""
     batch, positions = make_batch(samples, **settings), [position_ids(load(path), sample) for sample in samples]
     batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
     rows = [{name: tensor.clone() for name, tensor in sample.inputs.items()} for sample in samples]
@@ -179,7 +179,7 @@ TURNS = [
 
 
 def film(kind: str) -> list[Shot]:
-    """An image and a video of two frames, two versions of the last, as the processor of a model writes it."""
+    """Samples with an image and a two-frame video, whose last frame differs in one, in the processor's format."""
     clip = Shown((2, 4, 4), 7, "video" if kind in ("qwen2_vl", "qwen2_5_vl") else "frames")
     other_end = shot([SYSTEM, WIDE, clip, QUESTION], [[40, 41]])
     other_end.inputs["pixel_values_videos"][-1] += 1
@@ -189,7 +189,7 @@ def film(kind: str) -> list[Shot]:
 
 OPEN = Shown((1, 4, 8), 3, closed=False)
 FORKS = [*shots([SYSTEM, CAT, QUESTION, OPEN], *([i, 41 + i, 30] for i in range(30, 38))), *TEXT_ALONE]
-"""The first token behind an image differs, so the row of its last placeholder does."""
+"""The first token after an image differs, so the row of its last placeholder does."""
 
 CHAIN = [
     *shots([SYSTEM, CAT, QUESTION, WIDE, [24]], *([40 + i, 50 - i, 41 + i, 60 + i, 30] for i in range(8))),
