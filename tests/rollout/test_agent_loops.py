@@ -1,4 +1,4 @@
-"""verl's agent loops, its client and two servers of the CPU rollout, with the router that a config names."""
+"""verl's agent loops and client with two servers of the CPU rollout and the configured router."""
 
 import time
 from pathlib import Path
@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Any:
         return compose("ppo_trainer", overrides=overrides)
 
 
-# Daily, the V0 run of tests/trainer reads from the router that each of its prompts was on one of two servers.
+# The daily V0 run of tests/trainer checks with router metrics that each of its prompts is on one of two servers.
 @pytest.mark.slow
 def test_every_prompt_is_prefilled_on_one_server(config: Any, local_ray: None) -> None:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
@@ -53,11 +53,11 @@ def test_every_prompt_is_prefilled_on_one_server(config: Any, local_ray: None) -
 
     assert len(responses) == 8 * N
     # The CPU rollout counts the requests of a step by prompt and image.
-    asked = ray.get([server.__ray_call__.remote(lambda server: dict(server._asked)) for server in servers.values()])
-    prompts = [prompt_ids for counts in asked for prompt_ids, _ in counts]
+    counts = ray.get([server.__ray_call__.remote(lambda server: dict(server._asked)) for server in servers.values()])
+    prompts = [prompt_ids for of_server in counts for prompt_ids, _ in of_server]
     assert len(prompts) == len(set(prompts)) == 8
-    assert {count for counts in asked for count in counts.values()} == {N}
-    assert min(map(len, asked)) >= 2
+    assert {count for of_server in counts for count in of_server.values()} == {N}
+    assert min(map(len, counts)) >= 2
     metrics = ray.get(router.take_metrics.remote())
     assert metrics.pop("prefix_grouper/rollout/requests_per_group") == N
     assert set(metrics.values()) == {1.0}
