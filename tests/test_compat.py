@@ -25,8 +25,16 @@ VEOMNI = Path(sys.prefix, "veomni")
 register()
 
 
-def test_installed_versions_have_no_problems() -> None:
+def test_installed_versions_have_no_problems_and_untested_ones_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert compat.problems() == []
+    for name, version in (("verl", "0.10.0"), ("torch", "2.99.0+cpu"), ("transformers", "5.9.0")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    versions = [line.partition(" is outside")[0] for line in compat.untested()]
+    assert versions == ["verl 0.10.0", "torch 2.99.0+cpu"]
 
 
 def _renamed(self, hidden_states, position_embeddings, attention_mask=None, kv=None, **kwargs): ...
@@ -67,15 +75,6 @@ def test_replaced_functions_must_have_the_known_signature(monkeypatch, now) -> N
     with pytest.raises(upstream.UpstreamChangedError, match=r"not exactly \(timeout_second, backend\)"):
         upstream.use_single_gloo_backend()
     assert now.__defaults__ == defaults
-
-
-def test_untested_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, version in (("verl", "0.10.0"), ("torch", "2.99.0+cpu"), ("transformers", "5.9.0")):
-        (tmp_path / f"{name}-{version}.dist-info").mkdir()
-        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    versions = [line.partition(" is outside")[0] for line in compat.untested()]
-    assert versions == ["verl 0.10.0", "torch 2.99.0+cpu"]
 
 
 def overridden(engine_cls: type) -> set[str]:

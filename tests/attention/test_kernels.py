@@ -175,13 +175,10 @@ def test_flash_attn_3_is_called_by_its_signature(options: dict, monkeypatch: pyt
         assert torch.equal(got, want)
 
 
-def test_early_flash_attn_3_builds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_flash_attn_3_builds_and_softcap_on_torch_varlen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install_flash_attn_3(monkeypatch, lambda q, k, v, window_size=(-1, -1): None, None)
     with pytest.raises(RuntimeError, match=r"flash_attn_3 .* cannot be imported \(an early build"):
         kernels.load_passes("flash_attn_3")
-
-
-def test_torch_varlen_refuses_softcap() -> None:
     forward, _ = passes.torch_varlen()
     q = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"no softcap; .*\+\+prefix_grouper\.attention_kernel=flash_attn_2"):

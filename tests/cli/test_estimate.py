@@ -153,16 +153,15 @@ def test_missing_inputs_are_named(estimate: Estimate, tmp_path: Path, arguments:
     assert message in error
 
 
-def test_missing_and_unsupported_models_are_named(estimate: Estimate, tmp_path: Path, monkeypatch) -> None:
+def test_models_that_are_missing_unsupported_or_without_flops_are_named(
+    estimate: Estimate, tmp_path: Path, monkeypatch
+) -> None:
     for path in ("/nope", "../nope", "nope/"):
         assert "Fix: --model <folder of a checkpoint>" in estimate(LENGTHS, model=path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert estimate(LENGTHS, model="nobody/nothing").startswith("error: --model=nobody/nothing: ")
     BertConfig(num_hidden_layers=2, is_decoder=False).save_pretrained(tmp_path)
     assert "packed mode refuses the model: bert is an encoder" in estimate(LENGTHS, model=tmp_path)
-
-
-def test_models_without_countable_flops_get_token_counts(estimate: Estimate, tmp_path: Path) -> None:
     kinds = ("dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
     configs = {kind: AutoConfig.for_model(kind) for kind in kinds}
     configs["qwen3_moe"] = Qwen3MoeConfig(num_hidden_layers=2, num_experts_per_tok=0)

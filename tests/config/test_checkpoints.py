@@ -64,7 +64,7 @@ def test_checkpoints_that_verl_builds_without_a_head_are_refused(issues_of, tmp_
     assert "verl builds gpt2 without its LM head: GPT2LMHeadModel" in issue.why
 
 
-def test_dropout_is_named_by_its_key_and_lifted_by_an_override(issues_of, tmp_path, checkpoint):
+def test_dropout_is_named_by_its_key_and_lifted_by_an_override(issues_of, tmp_path, checkpoint, monkeypatch):
     key = f"{MODEL}.override_config.attention_dropout"
     path = save_checkpoint(tmp_path, transformers.Qwen3Config(**TINY, attention_dropout=0.1))
     (issue,) = issues_of(path)
@@ -75,6 +75,13 @@ def test_dropout_is_named_by_its_key_and_lifted_by_an_override(issues_of, tmp_pa
     (issue,) = issues_of(path, **{inner: 0.1})
     assert issue.fix == f"++{inner}=0.0"
     assert issues_of(path, **{inner: 0.0}) == []
+    # Checkpoints in the hub's cache are read too.
+    model = tmp_path / "models--somebody--model"
+    save_checkpoint(model / "snapshots/1", transformers.Qwen3Config(**TINY, attention_dropout=0.1))
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert "attention_dropout" in issues_of("somebody/model")[0].why
 
 
 def test_lengths_that_change_rotary_frequencies_are_warned_of(config_of, tmp_path):
@@ -91,15 +98,6 @@ def test_lengths_that_change_rotary_frequencies_are_warned_of(config_of, tmp_pat
 @pytest.mark.parametrize("path", ["./no/such/folder", "no/such/model", "~/model", "hdfs://cluster/model", "{empty}"])
 def test_remote_and_missing_checkpoints_are_left_to_verl(config_of, tmp_path, path):
     assert read_checkpoint(config_of({f"{MODEL}.path": path.format(empty=tmp_path)})) == (None, [])
-
-
-def test_checkpoints_in_the_hub_cache_are_read(issues_of, tmp_path, monkeypatch):
-    model = tmp_path / "models--somebody--model"
-    save_checkpoint(model / "snapshots/1", transformers.Qwen3Config(**TINY, attention_dropout=0.1))
-    (model / "refs").mkdir()
-    (model / "refs/main").write_text("1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert "attention_dropout" in issues_of("somebody/model")[0].why
 
 
 @pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_architecture"}', "7"])

@@ -140,7 +140,7 @@ def test_runs_without_the_flag_are_unchanged(runnable_overrides, flags: tuple[st
     assert ("options of ++prefix_grouper do nothing" in caplog.text) == ("prefix_cache" in str(flags))
 
 
-def test_non_booleans_and_other_engines_are_refused(runnable_overrides) -> None:
+def test_non_booleans_other_engines_and_validation_inside_ray_are_refused(runnable_overrides, monkeypatch) -> None:
     overrides = f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.strategy=megatron", "prefix_grouper.prefix_cache=never"
     for override in overrides:
         given = override.replace("prefix_grouper.prefix_cache", PREFIX_CACHE)
@@ -148,9 +148,6 @@ def test_non_booleans_and_other_engines_are_refused(runnable_overrides) -> None:
             engage(compose_stock(*runnable_overrides, FLAG, given))
     with pytest.raises(ConfigError, match="which only model_engine=dp brings along"):
         engage(compose_stock(*runnable_overrides, FLAG, "model_engine=torchtitan", f"{ACTOR}.strategy=fsdp2"))
-
-
-def test_recipes_that_validate_inside_ray_are_refused(runnable_overrides, monkeypatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):
         engage_or_exit(compose_stock(*runnable_overrides, FLAG))

@@ -108,10 +108,15 @@ def test_untested_versions_are_one_log_line(config_of, monkeypatch, caplog) -> N
     assert "\n" not in record.message
 
 
-def test_settings_that_roles_inherit_are_refused(config_of) -> None:
+def test_inherited_settings_and_uneven_mini_batches_are_refused(config_of) -> None:
     engines = " ".join(f"{role}.fsdp_config.pad_to_length=False" for role in (ACTOR, REF))  # the actor's key wins
     issues = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True {engines}"))
     assert any("follows from the longest one" in issue.why for issue in issues)
+    n = "actor_rollout_ref.rollout.n"
+    (issue,) = errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"))
+    assert issue.why == f"12 prompts x {n}=5 sequences do not divide into 8 data-parallel ranks"
+    assert issue.fix == f"{MINI}=16"
+    assert not errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {issue.fix} data.train_batch_size=48"))
 
 
 BY_CUT = [f"{ACTOR}.policy_loss.loss_mode={mode}" for mode in ("geo_mean", "clip_cov", "kl_cov")]
@@ -125,14 +130,6 @@ def test_losses_over_single_micro_batches_are_warned_of(overrides: str, mode: Mo
     assert issue.setting == overrides.split()[-1]
     assert "each micro-batch alone there, and this plugin cuts others" in issue.why
     assert "=False" in issue.fix
-
-
-def test_mini_batches_that_do_not_divide_into_ranks_are_refused(config_of) -> None:
-    n = "actor_rollout_ref.rollout.n"
-    (issue,) = errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"))
-    assert issue.why == f"12 prompts x {n}=5 sequences do not divide into 8 data-parallel ranks"
-    assert issue.fix == f"{MINI}=16"
-    assert not errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {issue.fix} data.train_batch_size=48"))
 
 
 def test_warnings_are_logged_and_do_not_stop_the_run(config_of, caplog) -> None:
@@ -159,14 +156,13 @@ def test_warnings_are_logged_and_do_not_stop_the_run(config_of, caplog) -> None:
     assert "nothing is offloaded" in caplog.text
 
 
-def test_missing_kernels_are_a_warning_if_the_run_joins_a_cluster(config_of) -> None:
+def test_missing_kernels_may_be_on_a_cluster_but_engines_must_import(
+    config_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = "prefix_grouper.attention_kernel=flash_attn_4 "
     assert len(errors(config_of(elsewhere))) == 1
     (issue,) = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))
     assert issue.is_warning
-
-
-def test_engines_that_cannot_be_imported_stop_the_run(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "registrations", [lambda: importlib.import_module("no_such_module")])
     with pytest.raises(ConfigError, match=r"not registered \(ModuleNotFoundError: No module named 'no_such_module'"):
         check(config_of())

@@ -114,16 +114,15 @@ def test_number_of_servers_follows_their_gpus() -> None:
     assert num_servers(config_of("trainer.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=8")) == 1
 
 
-def test_off_leaves_rollouts_unchanged() -> None:
+def test_off_leaves_rollouts_unchanged_and_log_and_doctor_list_the_parts(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     option = "++prefix_grouper.rollout=off"
     config = compose_config(*BASE, option)
     assert set(off(config).values()) == {option}
     assert OmegaConf.select(config, f"{ROLLOUT}.router_config_path") is None
     assert not config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert summary(rollout_parts(config)).startswith(f"{ROUTING} is off ({option}); {DECODE} is off")
-
-
-def test_log_and_doctor_list_the_parts(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = compose_config(*BASE, f"actor_rollout_ref.model.path={checkpoint}", f"{ROLLOUT}.enforce_eager=True")
     with caplog.at_level("INFO"):
         engage(config)

@@ -66,25 +66,21 @@ def test_preflight_and_engine_refuse_the_same(override: str, why: str, fix: str,
     assert_both_refuse(veomni_config(override), override.partition("=")[0], why, fix)
 
 
-def test_critics_are_refused_along_with_all_other_problems(veomni_config) -> None:
+def test_critics_other_ulysses_sizes_and_missing_groups_are_refused(
+    veomni_config, runnable_overrides: list[str]
+) -> None:
     both = f"{KEY}.expert_parallel_size=2", f"{KEY}.enable_fsdp_offload=True"
     fixes = {issue.setting: issue.fix for issue in errors(veomni_config(*CRITIC.split(), *both))}
     assert fixes["critic.strategy=veomni"] == "model_engine=dp"
     assert fixes.keys() >= {*both}
     one = f"{MODEL}.path={{models}}/qwen3_moe", f"++{MODEL}.override_config.num_experts_per_tok=1"
     assert "zeros say that" in errors(veomni_config(*one, f"{KEY}.router_replay.mode=R2"))[0].why
-
-
-def test_reference_policy_must_use_the_actors_ulysses_size(veomni_config) -> None:
     (issue,) = errors(veomni_config("trainer.n_gpus_per_node=2", f"{REF}.veomni.ulysses_parallel_size=2"))
     assert "keeps that of a process's first engine" in issue.why
     assert issue.setting == f"{REF}.veomni.ulysses_parallel_size=2"
     assert issue.fix == f"{REF}.veomni.ulysses_parallel_size=1"
     ignored = f"+{ACTOR}.ulysses_sequence_parallel_size=3", f"{MODEL}.use_liger=True"  # VeOmni brings its own kernels
     assert errors(veomni_config("trainer.n_gpus_per_node=2", f"{KEY}.ulysses_parallel_size=2", *ignored)) == []
-
-
-def test_strategy_without_its_config_group_names_the_group(runnable_overrides: list[str]) -> None:
     issues = errors(compose_config(*runnable_overrides, FLAG, f"{ACTOR}.strategy=veomni"))
     assert {issue.fix for issue in issues} == {"model_engine=veomni"}
 

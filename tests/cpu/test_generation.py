@@ -79,9 +79,10 @@ def test_samples_follow_the_filtered_distribution(params, kept, temperature) -> 
         assert log_prob_B.exp().numpy() == pytest.approx(expected_V[token_B].numpy(), abs=1e-6)
 
 
-def test_parameters_of_an_agent_loop_are_read() -> None:
+def test_agent_loop_parameters_are_read_and_derived_seeds_are_stable() -> None:
     sent = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, "seed": 3}
     assert SamplingParams.from_dict({**sent, "max_tokens": 7}) == SamplingParams(max_tokens=7, seed=3)
+    assert derived_seed(42, 1, False, 3, 0) == 3439002361853188162
 
 
 BAD = {"repetition_penalty": 1.1, "min_p": 0.1, "stop": ["x"], "max_tokens": 0, "temperature": -1.0, "top_p": 0.0}
@@ -92,7 +93,3 @@ BAD |= {"prompt_logprobs": 3}
 def test_unsupported_and_out_of_range_parameters_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         SamplingParams.from_dict({"seed": 0, "max_tokens": 7, name: BAD[name]})
-
-
-def test_derived_seeds_are_equal_in_every_process() -> None:
-    assert derived_seed(42, 1, False, 3, 0) == 3439002361853188162

@@ -108,12 +108,23 @@ def test_two_ranks_are_exact(kind: str, hybrids: dict) -> None:
     check_exact_on_ranks(hybrids[kind], partial(make_batch, SAMPLES), [[0, 1, 4, 6, 8], [2, 3, 5, 7]], float64=True)
 
 
-def test_verify_mode_detects_lost_states(hybrids: dict) -> None:
+def test_lost_states_missing_layouts_and_replaced_convolutions_are_errors(hybrids: dict, monkeypatch) -> None:
     def forget(state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
         return state.new_zeros(total, *state.shape[1:])
 
     engine = make_engine(hybrids["qwen3_next"], engine={"verify": "first"})
     with patch.object(delta_layer._HandDown, "apply", forget), pytest.raises(MismatchError, match="shared prefixes"):
+        infer(engine, make_batch(SAMPLES))
+    engine = make_engine(hybrids["qwen3_next"])
+    with pytest.raises(RuntimeError, match="got no layout"):
+        engine.module(torch.ones(1, 4, dtype=torch.int64), prefix_grouper=PackedAttention(None, engine.kernel))
+    layers = [module for module in engine.module.modules() if hasattr(module, "conv1d")]
+    # Since transformers 5.15 layers call a function of their file.
+    monkeypatch.setattr(sys.modules[type(layers[0]).__module__], CONVOLUTION, lambda x, *_, **__: x)
+    for layer in layers:
+        if hasattr(layer, CONVOLUTION):
+            setattr(layer, CONVOLUTION, None)  # transformers then calls the module's own convolution
+    with pytest.raises(RuntimeError, match="by other means"):
         infer(engine, make_batch(SAMPLES))
 
 
@@ -127,17 +138,3 @@ def test_gradient_of_a_projection_is_contiguous_per_token() -> None:
     windows, weight = Windows.from_layout(layout, 4, x.device), torch.randn(8, 4)
     convolve(projected.transpose(1, 2), windows, partial(plain_convolution, weight=weight)).sum().backward()
     assert strides == [(8, 1)]
-
-
-def test_missing_layouts_and_replaced_convolutions_are_errors(hybrids: dict, monkeypatch) -> None:
-    engine = make_engine(hybrids["qwen3_next"])
-    with pytest.raises(RuntimeError, match="got no layout"):
-        engine.module(torch.ones(1, 4, dtype=torch.int64), prefix_grouper=PackedAttention(None, engine.kernel))
-    layers = [module for module in engine.module.modules() if hasattr(module, "conv1d")]
-    # Since transformers 5.15 layers call a function of their file.
-    monkeypatch.setattr(sys.modules[type(layers[0]).__module__], CONVOLUTION, lambda x, *_, **__: x)
-    for layer in layers:
-        if hasattr(layer, CONVOLUTION):
-            setattr(layer, CONVOLUTION, None)  # transformers then calls the module's own convolution
-    with pytest.raises(RuntimeError, match="by other means"):
-        infer(engine, make_batch(SAMPLES))

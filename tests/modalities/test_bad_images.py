@@ -110,16 +110,13 @@ def log_probs(engine: Any, batch: TensorDict) -> torch.Tensor:
     return infer(engine, batch)["model_output"]["log_probs"].values()
 
 
-def test_text_needs_no_positions_and_no_inputs(packed: Any, path: str) -> None:
+def test_text_needs_no_inputs_and_positions_of_one_length_are_read(packed: Any, path: str) -> None:
     """Such batches come from text data sets, or from verl's processor without images."""
     batch = image_batch(path, TEXT_ALONE)
     want = log_probs(packed, batch)
     for drop in (["multi_modal_inputs"], ["position_ids"], ["multi_modal_inputs", "position_ids"]):
         assert torch.equal(log_probs(packed, batch.exclude(*drop)), want)
-
-
-def test_positions_of_sequences_of_one_length_are_read(packed: Any, path: str) -> None:
-    """torch then makes their dimension of four the ragged axis, as after verl's transfer queue."""
+    # With one length, torch makes the dimension of four the ragged axis, as after verl's transfer queue.
     samples = [TURNS[0], TURNS[2]]
     batch = image_batch(path, samples)
     rows, other = batch["position_ids"].unbind(), clone(batch)

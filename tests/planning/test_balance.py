@@ -208,7 +208,7 @@ class Rollouts:
         return build_prefix_order(np.concatenate(self.tokens), offsets, classes=np.array(self.columns)[:, 0])
 
 
-def test_estimated_sharing_of_sessions_matches_their_tokens() -> None:
+def test_estimated_sharing_of_sessions_and_edited_contexts_matches_tokens() -> None:
     rollouts = Rollouts()
     for group in (3, 1):
         prompt = rollouts.draw(300)
@@ -220,9 +220,6 @@ def test_estimated_sharing_of_sessions_matches_their_tokens() -> None:
     costs = [balance_groups(o, groups, responses, FLOPS.segments, num_ranks=1).time for o in (estimated, real)]
     assert costs[0] == pytest.approx(costs[1], rel=1e-3)
     assert groups[estimated.sequences].tolist() == [3] * 10 + [1] * 10, "in batch order"
-
-
-def test_edited_contexts_share_what_their_sessions_share() -> None:
     rollouts = Rollouts()
     prompt = rollouts.draw(300)
     rollouts.session(0, 0, prompt, [(20, 500), (20, 500)])

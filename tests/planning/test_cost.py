@@ -40,6 +40,11 @@ def test_dense_models_cost_matrices_pairs_and_head_rows() -> None:
     assert flops.forward([LAYOUT]) == priced
     segments = flops.segments(np.array([0, 2, 2]), np.array([2, 1, 2]), np.array([0, 1, 2]))
     assert segments.sum() == priced, "balancing and micro-batches use one price"
+    # A flash-attn config is priced without the package and stays unchanged.
+    flash = config("qwen3")
+    flash._attn_implementation = "flash_attention_2"
+    assert ModelFlops.of(text_skeleton(flash)) == ModelFlops.of(text_skeleton(config("qwen3")))
+    assert flash._attn_implementation == "flash_attention_2"
 
 
 def test_recurrent_layers_cost_weights_and_state_but_no_pairs() -> None:
@@ -50,13 +55,6 @@ def test_recurrent_layers_cost_weights_and_state_but_no_pairs() -> None:
     recurrent = 32 * (2 * keys + 2 * values + 2 * 4) + 4 * (2 * keys + values) + values * 32
     weights = attention + 3 * recurrent + 4 * 3 * 32 * 48
     assert flops.per_token == 2 * weights + 3 * 6 * 4 * 8 * 4
-
-
-def test_flash_attn_configs_are_priced_without_it_and_unchanged() -> None:
-    flash = config("qwen3")
-    flash._attn_implementation = "flash_attention_2"
-    assert ModelFlops.of(text_skeleton(flash)) == ModelFlops.of(text_skeleton(config("qwen3")))
-    assert flash._attn_implementation == "flash_attention_2"
 
 
 @pytest.mark.parametrize(
@@ -121,15 +119,12 @@ def test_windows_without_layer_types_count_in_every_layer_if_enabled(model_type:
         assert [pair.window for pair in pairs] == [None if switched_off else window]
 
 
-def test_lookup_tables_cost_nothing_and_value_heads_their_rows() -> None:
+def test_lookup_tables_cost_nothing_and_heads_their_sizes() -> None:
     with torch.device("meta"):
         value = transformers.AutoModelForTokenClassification.from_config(config("qwen3", num_labels=1))
     flops = ModelFlops.of(value)
     assert flops.per_token == 2 * 3 * PER_LAYER
     assert flops.per_label == 2 * (16 + 1)
-
-
-def test_latent_attention_has_two_head_sizes() -> None:
     assert ModelFlops.of(text_skeleton(tiny_config("deepseek_v3"))).pairs == (PairCost(2 * (24 + 12) * 4 * 2),)
 
 

@@ -82,7 +82,7 @@ def test_groups_stay_whole_if_they_fit_and_other_chunks_fit() -> None:
     assert min(taken[split, level] for split in (False, True) for level in levels_of_auto) > 5
 
 
-def test_the_fastest_level_that_fits_is_chosen_else_the_smallest() -> None:
+def test_the_fastest_level_that_fits_device_and_host_is_chosen() -> None:
     sizes, levels = SIZES["4b"], replace(LEVELS, room=replace(ROOM, host=1e15))
     *ladder, small = levels.ladder
     most = [int(ROOM.device // sizes.on_device(level)) for level in ladder]
@@ -91,9 +91,6 @@ def test_the_fastest_level_that_fits_is_chosen_else_the_smallest() -> None:
     assert replace(levels, room=replace(ROOM, host=0.0)).choose(most[0] + 1) is small is Level.INPUTS
     assert levels.choose(most[0], cached=1000) is levels.choose(most[0], pending=1000) is Level.ATTENTION_ON_HOST
     assert replace(levels, logits_at_once=True).choose(most[0], labels=1000) is Level.ATTENTION_ON_HOST
-
-
-def test_levels_on_a_full_host_are_not_chosen() -> None:
     held = SIZES["4b"].held(Level.ATTENTION)
     for host, level in ((100_000 * held, "attention_on_host"), (99_999 * held, "inputs_on_host"), (0, "inputs")):
         assert replace(LEVELS, room=replace(ROOM, host=host)).choose(100_000).value == level
@@ -213,7 +210,7 @@ def test_the_default_token_budget_is_that_of_the_longest_sequences() -> None:
     assert MicroBatchLimits().budget(tokens) == 102
 
 
-def test_weights_of_an_8b_config() -> None:
+def test_weights_of_an_8b_config_at_every_level() -> None:
     sizes = SIZES["8b"]
     assert sizes.held(Level.ATTENTION) == sizes.held(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
     assert (sizes.beside(cached=1), sizes.beside(pending=1)) == ((144 + 288) * 1024, 288 * 1024)
@@ -228,9 +225,6 @@ def test_weights_of_an_8b_config() -> None:
     assert of_log_probs.alone == 0, "a forward keeps nothing"
     more = TokenBytes.of(CONFIGS["8b"], compiled=False).gradients - sizes.gradients
     assert more == 2 * (12288 + 4 * 4096 + 2 * 5120), "of the MLP, norms, queries and keys"
-
-
-def test_cached_tokens_weigh_more_at_levels_that_keep_less() -> None:
     levels = (Level.ATTENTION_ON_HOST, Level.INPUTS, Level.ATTENTION, Level.ALL)
     cached = [cache_weights(ActivationPolicy(level, SIZES["8b"]), 1000, forward_only=False).cached for level in levels]
     assert cached[:2] == [pytest.approx(1.5)] * 2
@@ -248,16 +242,13 @@ def test_level_bytes_match_measurements(name: str, kilobytes: tuple[int, ...]) -
     assert others == pytest.approx(kilobytes[1:], rel=0.01)
 
 
-def test_latent_values_and_hybrid_states_are_counted() -> None:
+def test_latent_values_hybrid_states_and_configs_without_sizes_are_counted() -> None:
     assert TokenBytes.of(tiny_config("deepseek_v3")).key_value == 4 * (24 + 24) * 2
     sizes, kinds = TokenBytes.of(hybrid := tiny_config("qwen3_next")), hybrid.layer_types
     assert sizes.caching_layers == kinds.count("full_attention") < len(kinds)
     states, inputs = MIXERS["gated_delta"].state_sizes(hybrid)
     assert (sizes.state, sizes.state_sums) == (4 * states + 2 * inputs, 4 * (states + inputs))
     assert sizes.beside(states=1, pending_states=1) == sizes.state + 2 * sizes.state_sums
-
-
-def test_configs_without_sizes_count_the_largest_weights() -> None:
     assert TokenBytes.of(transformers.PretrainedConfig()) is None
     weights = cache_weights(ActivationPolicy(), 1000, forward_only=False)
     assert (weights.cached, weights.published, weights.alone, weights.computed) == (3, 2, 1, 1)

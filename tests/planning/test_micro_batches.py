@@ -167,12 +167,6 @@ def test_cutting_takes_linear_time(group_size: int, response: int) -> None:
     assert num_split(plan) == (size // group_size if group_size > 1 else 0)
 
 
-def test_one_group_is_cut_into_1024_micro_batches() -> None:
-    order = PrefixOrder(np.arange(1024), np.arange(1, 1025), np.arange(1024))
-    for weights in (None, FREE):
-        assert len(parts_of(cut_micro_batches(order, MicroBatchLimits(), weights, 1024))) == 1024
-
-
 def cut_group(max_tokens=None, weights=FREE, at_least=1, max_sequences=None) -> Plan:
     """Cut 8 sequences of a prompt of 99 tokens and 3 tokens of each response."""
     return cut_at_cost(GROUP.order(), MicroBatchLimits(max_tokens, max_sequences), weights, at_least)
@@ -217,6 +211,10 @@ def test_groups_are_separated_if_another_rank_needs_more() -> None:
     plans = [members(cut_micro_batches(order, MicroBatchLimits(62, 2), weights, ranks)) for ranks in (1, 6)]
     assert [len(plan) for plan in plans] == [5, 6]
     assert all(sorted(s for part in plan for s in part) == list(range(8)) for plan in plans)
+    # One group is cut into as many micro-batches as sequences.
+    order = PrefixOrder(np.arange(1024), np.arange(1, 1025), np.arange(1024))
+    for weights in (None, FREE):
+        assert len(parts_of(cut_micro_batches(order, MicroBatchLimits(), weights, 1024))) == 1024
 
 
 def test_shared_system_prompts_do_not_split_groups() -> None:

@@ -27,7 +27,7 @@ def test_tags_that_do_not_match_version_and_changelog_are_refused(tag: str, chan
     assert len(issues(tag, "1.2.0", changelog)) == said
 
 
-def test_release_links_lead_to_its_repository_and_versions_agree() -> None:
+def test_release_links_versions_and_bounds_of_dependencies() -> None:
     text = "[a](docs/a.md#b) ![p](docs/p.png) [w](https://x.org/y) [h](#here)"
     assert absolute_links(text, "https://host/me/it", "v1.0.0") == (
         "[a](https://host/me/it/blob/v1.0.0/docs/a.md#b) ![p](https://host/me/it/raw/v1.0.0/docs/p.png) "
@@ -44,9 +44,6 @@ def test_release_links_lead_to_its_repository_and_versions_agree() -> None:
     assert '\nIssues = "https://host/me/it/issues"\n' in with_addresses(project, "https://host/me/it")
     assert verl_pg_plugin.__version__ == version_of(ROOT / "verl_pg_plugin") == version("verl-pg-plugin")
     assert not re.search(r"^version = \"", project, re.MULTILINE)
-
-
-def test_dependencies_have_bounds_that_keep_installed_verl_and_torch() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.findall(
         r'^    "([A-Za-z0-9_.-]+)(\[.*?\])?([^"]*)",',
