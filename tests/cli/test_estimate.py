@@ -153,9 +153,7 @@ def test_missing_inputs_are_named(estimate: Estimate, tmp_path: Path, arguments:
     assert message in error
 
 
-def test_models_that_are_missing_unsupported_or_without_flops_are_named(
-    estimate: Estimate, tmp_path: Path, monkeypatch
-) -> None:
+def test_missing_unsupported_and_uncountable_models_are_named(estimate, tmp_path: Path, monkeypatch) -> None:
     for path in ("/nope", "../nope", "nope/"):
         assert "Fix: --model <folder of a checkpoint>" in estimate(LENGTHS, model=path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

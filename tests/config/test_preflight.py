@@ -156,9 +156,7 @@ def test_warnings_are_logged_and_do_not_stop_the_run(config_of, caplog) -> None:
     assert "nothing is offloaded" in caplog.text
 
 
-def test_missing_kernels_may_be_on_a_cluster_but_engines_must_import(
-    config_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_kernels_may_be_on_a_cluster_but_engines_must_import(config_of, monkeypatch) -> None:
     elsewhere = "prefix_grouper.attention_kernel=flash_attn_4 "
     assert len(errors(config_of(elsewhere))) == 1
     (issue,) = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))

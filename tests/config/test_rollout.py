@@ -114,9 +114,7 @@ def test_number_of_servers_follows_their_gpus() -> None:
     assert num_servers(config_of("trainer.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=8")) == 1
 
 
-def test_off_leaves_rollouts_unchanged_and_log_and_doctor_list_the_parts(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_off_leaves_rollouts_unchanged_and_parts_are_listed(checkpoint: Path, caplog) -> None:
     option = "++prefix_grouper.rollout=off"
     config = compose_config(*BASE, option)
     assert set(off(config).values()) == {option}

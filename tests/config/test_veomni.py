@@ -66,9 +66,7 @@ def test_preflight_and_engine_refuse_the_same(override: str, why: str, fix: str,
     assert_both_refuse(veomni_config(override), override.partition("=")[0], why, fix)
 
 
-def test_critics_other_ulysses_sizes_and_missing_groups_are_refused(
-    veomni_config, runnable_overrides: list[str]
-) -> None:
+def test_critics_other_ulysses_sizes_and_missing_groups_are_refused(veomni_config, runnable_overrides) -> None:
     both = f"{KEY}.expert_parallel_size=2", f"{KEY}.enable_fsdp_offload=True"
     fixes = {issue.setting: issue.fix for issue in errors(veomni_config(*CRITIC.split(), *both))}
     assert fixes["critic.strategy=veomni"] == "model_engine=dp"
