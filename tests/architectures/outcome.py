@@ -83,5 +83,4 @@ def model_class(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:
 
 
 def _final(reasons: list[Issue]) -> list[Issue]:
-    """Return the reasons that no override lifts."""
     return [reason for reason in reasons if not reason.fix]

@@ -141,5 +141,4 @@ def test_experts_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str, ex
 
 @pytest.mark.parametrize("model_type", COMPILED)
 def test_compiled_types_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str) -> None:
-    """All types that ``compile_layers=auto`` compiles; ``test_compiled_layers.py`` runs them on a CPU."""
     assert_compiled_as_close(tmp_path, model_type, STOCK_ATTENTION.get(model_type, "flash_attention_2"))

@@ -13,7 +13,6 @@ EXCHANGE = StateExchange.of(np.arange(0), publish=np.array([2]), published=np.ar
 
 
 def block(stop: int) -> CachedTokens:
-    """Tokens whose four float32 values are their positions."""
     tokens, places = torch.arange(stop, dtype=torch.float32), (KEYS, OUTPUTS)
     return CachedTokens(0, stop, {p: tokens.clone() for p in places}, dict.fromkeys(places, -tokens))
 

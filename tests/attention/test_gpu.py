@@ -84,7 +84,6 @@ def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> Non
 
 
 def check(name, batch, heads=(16, 4), head_dim=128, window=-1, softcap=0.0, heads_first=False) -> Outcome:
-    """Compare packed attention with ``replicated_outcome`` of the same kernel."""
     layout, kernel = batch.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), batch, window, softcap)

@@ -133,7 +133,6 @@ BF16 = TENSORS.to(torch.bfloat16)
 
 @pytest.mark.parametrize("window", [-1, 72])
 def test_gathered_keys_stay_within_the_limit_per_token(window, monkeypatch) -> None:
-    """The window hides no key from any segment."""
     cut(monkeypatch, (4, 1e9))
     kernel = recorded()
     assert_equal(packed_outcome(TENSORS, LAYOUT, window, kernel=kernel), dense_outcome(TENSORS, MANY, window))

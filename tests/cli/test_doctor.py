@@ -52,7 +52,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides without a problem."""
     path = config_support.save_checkpoint(tmp_path_factory.mktemp("qwen3"))
     return [
         *config_support.runnable(path),

@@ -74,7 +74,6 @@ def test_patched_and_registered_checkpoints_load_in_a_new_process(tmp_path, monk
 
 
 def undo(folder: Path) -> None:
-    """Undo the patch as the command's output says."""
     (folder / MODELING_FILE).unlink()
     (folder / BACKUP_FILE).rename(folder / "config.json")
 

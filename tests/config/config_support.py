@@ -45,7 +45,6 @@ def compose_config(
 
 
 def compose_stock(*overrides: str) -> DictConfig:
-    """Compose verl's own ``ppo_trainer``."""
     return compose_config(*overrides, module="verl.trainer.config", name="ppo_trainer")
 
 
@@ -85,7 +84,6 @@ def runnable(checkpoint: Path) -> list[str]:
 
 
 def parse(overrides: str) -> dict[str, Any]:
-    """Parse blank-separated overrides as Hydra reads them."""
     parsed = OverridesParser.create().parse_overrides(overrides.split())
     return {override.key_or_group: override.value() for override in parsed}
 

@@ -15,7 +15,6 @@ from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of checkpoints by model type."""
     folder = tmp_path_factory.mktemp("models")
     for config in (
         Gemma2Config(**TINY),
@@ -68,7 +67,6 @@ def config_of(runnable_overrides: list[str], places: dict[str, Path]) -> Callabl
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend a GPU and a compiler for it."""
     monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
     for module in (compile, rules):
         monkeypatch.setattr(module, "compiler_obstacle", lambda *_: "")

@@ -129,7 +129,7 @@ def test_float32_is_refused_on_kernels_of_a_gpu_only(config_of, request) -> None
     assert errors(config_of({f"{key}.param_dtype": "bf16"})) == []
 
 
-def test_adapter_dropout_is_refused_with_its_file(config_of, tmp_path: Path) -> None:
+def test_adapter_dropout_is_refused_and_adapters_need_no_reference(config_of, tmp_path: Path) -> None:
     file = tmp_path / "adapter_config.json"
     settings = {f"{MODEL}.lora_adapter_path": str(tmp_path), f"{MODEL}.lora_rank": 8, f"{ACTOR}.strategy": "fsdp2"}
     file.write_text('{"r": 8, "lora_dropout": 0.05}')
@@ -142,6 +142,7 @@ def test_adapter_dropout_is_refused_with_its_file(config_of, tmp_path: Path) -> 
         file.write_text(content)
         assert errors(config_of(settings)) == [], content
     assert errors(config_of({**settings, f"{MODEL}.lora_adapter_path": "hdfs://cluster/adapter"})) == []
+    assert [roles_of(config_of(given)) for given in ("", f"{MODEL}.lora_adapter_path=a/b")] == [[ACTOR, REF], [ACTOR]]
 
 
 OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"
@@ -154,7 +155,3 @@ OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"
 def test_deprecated_sp_size_wins_above_one_but_not_for_critics(config_of, settings, size) -> None:
     config = config_of(f"{settings} critic.fsdp.{SP}=2 critic.{SP}=4")
     assert [engine_of(config, role).sp_size for role in (ACTOR, "critic")] == [size, 2]
-
-
-def test_an_adapter_makes_the_actor_its_own_reference_policy(config_of) -> None:
-    assert [roles_of(config_of(given)) for given in ("", f"{MODEL}.lora_adapter_path=a/b")] == [[ACTOR, REF], [ACTOR]]

@@ -39,15 +39,13 @@ def send(
 
 
 def send_together(server: HFServer, *requests: dict[str, Any]) -> list[Any]:
-    """Return the output or the exception of each request."""
-
     async def send_all() -> list[Any]:
         return await asyncio.gather(*(send(server, **params) for params in requests), return_exceptions=True)
 
     return asyncio.run(send_all())
 
 
-def test_seeds_give_the_same_tokens_in_any_order_and_batch(checkpoint: Path) -> None:
+def test_seeds_give_the_same_tokens_in_any_batch_and_others_in_later_turns(checkpoint: Path) -> None:
     """Seeds of the request, of its name with full determinism, and of its prompt with a count."""
     prompts = [[10 + index % 3, 11] for index in range(9)]
 
@@ -66,10 +64,7 @@ def test_seeds_give_the_same_tokens_in_any_order_and_batch(checkpoint: Path) -> 
         assert len({tuple(tokens) for *_, tokens in first}) == 9
     for other in ({"step": 2}, {"rank": 1}):
         assert asyncio.run(responses(list(range(9)), 256, of, **other)) != first
-
-
-def test_later_turns_use_other_random_numbers(checkpoint: Path) -> None:
-    """An agent loop sends the same seed for every turn of a session."""
+    # An agent loop sends the same seed for every turn of a session.
     server = make_server(checkpoint)
     first, later = (asyncio.run(send(server, prompt, seed=7)).token_ids for prompt in ([10, 11], [10, 11, 12]))
     # The model is nearly uniform, so equal random numbers would give nearly equal tokens.
@@ -119,16 +114,9 @@ def test_aborted_requests_resume_to_the_same_response(checkpoint: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_updated_weights_are_used_for_sampling(checkpoint: Path, model: PreTrainedModel) -> None:
-    server = make_server(checkpoint, load_format="dummy")
-    with pytest.raises(RuntimeError, match="before the trainer's first update_weights"):
-        asyncio.run(send(server))
-    for name, tensor in model.state_dict().items():
-        asyncio.run(server.update_weights({name: tensor}))
-    assert_log_probs(model, PROMPT, asyncio.run(send(server)))
-
-
-def test_weights_come_in_buckets_and_unknown_ones_are_refused(checkpoint, monkeypatch) -> None:
+def test_weights_come_in_buckets_and_are_sampled_and_unknown_ones_refused(
+    checkpoint, monkeypatch, model: PreTrainedModel
+) -> None:
     server = make_server(checkpoint, load_format="dummy")
     with pytest.raises(RuntimeError, match=r"lora_A.*lora\.merge=True"):
         asyncio.run(server.update_weights({"layers.0.lora_A": torch.zeros(1)}))
@@ -153,6 +141,12 @@ def test_weights_come_in_buckets_and_unknown_ones_are_refused(checkpoint, monkey
         asyncio.run(adapter.update_weights([], wire_format="delta_flush"))
     with pytest.raises(NotImplementedError, match=r"lora\.merge=True"):
         asyncio.run(adapter.update_weights([], peft_config={"r": 8}))
+    server = make_server(checkpoint, load_format="dummy")
+    with pytest.raises(RuntimeError, match="before the trainer's first update_weights"):
+        asyncio.run(send(server))
+    for name, tensor in model.state_dict().items():
+        asyncio.run(server.update_weights({name: tensor}))
+    assert_log_probs(model, PROMPT, asyncio.run(send(server)))
 
 
 def test_weights_of_single_experts_are_loaded(tmp_path: Path, tokenizer: Any) -> None:

@@ -79,7 +79,7 @@ def test_images_match_single_sequences(packed: Any, path: str, kind: str, case: 
     check_exact(packed, path, batch, splits=budget < WHOLE)
 
 
-def test_text_alone_trains_without_the_vision_encoder(packed: Any, path: str) -> None:
+def test_text_trains_without_the_encoder_and_each_image_is_encoded_once(packed: Any, path: str) -> None:
     batch, stock = image_batch(path, TEXT_ALONE), load(path)
     check_exact(packed, path, batch)
     assert set(packed.module.state_dict()) == set(stock.state_dict())
@@ -88,10 +88,7 @@ def test_text_alone_trains_without_the_vision_encoder(packed: Any, path: str) ->
     with packed.train_mode():
         packed.forward_backward_batch(batch, actor_loss())
         assert packed.optimizer_step() > 0  # weights of the vision encoder have no gradient
-
-
-def test_each_image_is_encoded_once(packed: Any, path: str) -> None:
-    """Six samples of two images; every sample has its own tokens after its image."""
+    # Six samples of two images; every sample has its own tokens after its image.
     patches: list[int] = []
     encoder = next(part for name, part in packed.module.named_modules() if name.endswith("visual"))
     hook = encoder.register_forward_pre_hook(lambda _, args, kwargs: patches.append(len(args[0])), with_kwargs=True)

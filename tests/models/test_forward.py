@@ -45,13 +45,11 @@ def save_llama(path: Path, **overrides: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Qwen3 checkpoint outside the repository, patched by ``patch-model``."""
     return save_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="session")
 def split_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint assembled from two tiny Llamas of different widths."""
     folder = tmp_path_factory.mktemp("split_llama")
     first = save_llama(folder / "first", seed=1, num_hidden_layers=3)
     other = {"num_hidden_layers": 2, "hidden_size": 48, "head_dim": 12, "rms_norm_eps": 1e-5}
@@ -201,7 +199,7 @@ def test_generation_is_the_same_with_and_without_a_cache(checkpoint: str) -> Non
         assert torch.equal(cached, load(checkpoint, stock=True).generate(input_ids, **options))
 
 
-def test_padding_has_zero_logits_and_short_rows_match_single_ones(checkpoint: str) -> None:
+def test_padding_is_zero_short_rows_match_and_position_ids_are_used(checkpoint: str) -> None:
     model, input_ids = load(checkpoint), random_ids(6, 3)
     mask = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0], [0, 0, 0]])
     logits = model(input_ids, attention_mask=mask).logits
@@ -213,9 +211,6 @@ def test_padding_has_zero_logits_and_short_rows_match_single_ones(checkpoint: st
             assert (logits[b] == 0).all()
     (torch.nn.functional.cross_entropy(logits[1], input_ids[1], reduction="none") * mask[1]).sum().backward()
     assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
-
-
-def test_position_ids_of_the_caller_are_used(checkpoint: str) -> None:
     model, input_ids = load(checkpoint), random_ids(2, 7)
     position_ids, causal = torch.tensor([[0, 1, 2, 10, 11, 30, 31]]), torch.ones(1, 1, 7, 7).tril().bool()
     alone = [model(row[None], attention_mask=causal, position_ids=position_ids).logits for row in input_ids]
@@ -341,7 +336,6 @@ def test_dropout_and_unknown_attention_are_rejected(checkpoint: str) -> None:
 
 
 def average(gathered: Result) -> Result:
-    """Average gradients over the ranks, as FSDP does."""
     for gradient in gathered.gradients.values():
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()

@@ -111,7 +111,6 @@ SAMPLE = dict(zip(NAMES, (np.arange(6), np.ones(6, dtype=np.int64), 0.5, 0, 5), 
 
 
 def test_one_row_matches_its_written_form_and_dtypes() -> None:
-    """The pad token is a token too."""
     written = (([0, 11, EOS, 13], [0, 0, 1, 1], 0.5, 1, 3), ([21, 22, 0, 0], [0, 1, 0, 0], -2.0, 0, 1))
     samples = [dict(zip(NAMES, sample, strict=True)) for sample in written]
     samples[0]["prompt_completion_ids"] = np.array(written[0][0], dtype=np.int32)

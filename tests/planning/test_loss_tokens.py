@@ -13,7 +13,6 @@ FREE = CacheWeights()
 
 
 def members(*args: Any, **options: Any) -> list[list[int]]:
-    """Return the sequences of each micro-batch."""
     return [part.sequences for group in cut_for_loss(*args, **options) for part in group]
 
 

@@ -98,25 +98,7 @@ def test_the_fastest_level_that_fits_device_and_host_is_chosen() -> None:
     assert full.choose(10) is Level.ATTENTION, "offloaded weights fill the host"
 
 
-def test_groups_use_the_reserve_if_their_longest_sequence_needs_it() -> None:
-    """A sequence has 33,791 tokens."""
-    for fitting, parts in ((33_790, 1), (33_791, 2)):
-        levels = room_of(fitting, Level.INPUTS)
-        levels = replace(levels, room=replace(levels.room, reserve=levels.room.device))
-        assert min(len(plan_group(*LONG, 40960, levels)), 2) == parts
-
-
-def test_groups_of_a_shared_template_are_split_to_the_budget() -> None:
-    """64 prompts of 300 tokens begin with the same 200, and have 8 responses of 500."""
-    shared = np.tile([200, *[299] * 7], 64)
-    shared[0] = 0
-    order = PrefixOrder(np.arange(512), np.full(512, 799), shared)
-    levels = replace(LEVELS, room=MemoryBudget(1e15, 1e15))
-    plan = cut_micro_batches(order, MicroBatchLimits(16_384), cache_weights(levels, 16_384, False), levels=levels)
-    assert max(part.num_tokens for group in plan for part in group) <= 16_384
-
-
-def test_whole_groups_are_halved_if_other_ranks_need_more() -> None:
+def test_whole_groups_are_halved_for_other_ranks_and_templates_are_split() -> None:
     order = PrefixOrder(np.arange(16), np.full(16, 33_791), np.array([0, *[32_767] * 15]))
     levels = room_of(10**6, Level.INPUTS)
     for at_least in (1, 2, 4):
@@ -124,6 +106,13 @@ def test_whole_groups_are_halved_if_other_ranks_need_more() -> None:
         sizes = [len(part.sequences) for group in plan for part in group]
         assert len(sizes) == at_least
         assert max(sizes) <= max(16 // at_least, 8) or at_least == 1
+    # 64 prompts of 300 tokens begin with the same 200, and have 8 responses of 500.
+    shared = np.tile([200, *[299] * 7], 64)
+    shared[0] = 0
+    order = PrefixOrder(np.arange(512), np.full(512, 799), shared)
+    levels = replace(LEVELS, room=MemoryBudget(1e15, 1e15))
+    plan = cut_micro_batches(order, MicroBatchLimits(16_384), cache_weights(levels, 16_384, False), levels=levels)
+    assert max(part.num_tokens for group in plan for part in group) <= 16_384
 
 
 def test_the_longest_measured_prompt_stays_whole() -> None:
@@ -174,7 +163,7 @@ def test_groups_above_the_budget_stay_whole_if_they_fit(level: Level, host: floa
     assert len(plan_group(*LONG, 40960, replace(room_of(49_151, level, host), asked=level))) == 1
 
 
-def test_groups_above_the_budget_are_split_if_they_do_not_fit() -> None:
+def test_groups_that_do_not_fit_are_split_unless_a_sequence_needs_the_reserve() -> None:
     assert len(plan_group(*LONG, 40960, replace(LEVELS, asked=Level.ALL))) > 1, "at a fixed level"
     assert len(plan_group(*LONG, 40960, ActivationPolicy())) > 1, "memory is unknown"
     large = room_of(49_151, Level.INPUTS)
@@ -184,9 +173,14 @@ def test_groups_above_the_budget_are_split_if_they_do_not_fit() -> None:
     tokens = np.full(3, 33_790)
     order = PrefixOrder(np.arange(3), tokens, np.array([0, 1000, 32_767]))
     assert len(cut_micro_batches(order, MicroBatchLimits(max_sequences=2), levels=LEVELS)) == 2
+    # A sequence of 33,791 tokens needs the reserve.
+    for fitting, parts in ((33_790, 1), (33_791, 2)):
+        levels = room_of(fitting, Level.INPUTS)
+        levels = replace(levels, room=replace(levels.room, reserve=levels.room.device))
+        assert min(len(plan_group(*LONG, 40960, levels)), 2) == parts
 
 
-def test_the_token_budget_uses_all_free_memory() -> None:
+def test_the_token_budget_uses_all_memory_and_defaults_to_long_sequences() -> None:
     sizes = SIZES["4b"]
     room = MemoryBudget(float(20 * GIB), 0.0)
     weights = cache_weights(replace(LEVELS, room=room, ranks=2), 40_960, forward_only=False)
@@ -201,9 +195,6 @@ def test_the_token_budget_uses_all_free_memory() -> None:
     assert asked.computed == pytest.approx(sizes.on_device(Level.ATTENTION) / room.device * 40_960)
     plenty = plan_group(32768, 1024, 400, 40_960, replace(LEVELS, room=MemoryBudget(55.0 * GIB, 0.0)))
     assert max(part.num_tokens for part in plenty) > 0.95 * 40_960, "the token limit binds, not memory"
-
-
-def test_the_default_token_budget_is_that_of_the_longest_sequences() -> None:
     tokens = np.array([5, 50, 7, 40])
     assert MicroBatchLimits(300).budget(tokens) == 300
     assert MicroBatchLimits(max_sequences=2).budget(tokens) == 90

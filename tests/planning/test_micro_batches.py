@@ -44,7 +44,6 @@ def num_split(plan: Plan) -> int:
 
 
 def prefills(plan: Plan) -> list[int]:
-    """Return the tokens of each prefill."""
     missing = (part.chunk.num_cached - part.chunk.num_kept for part in parts_of(plan) if part.chunk)
     return [tokens for tokens in missing if tokens]
 
@@ -195,7 +194,7 @@ def test_cuts_of_a_group_recompute_little(cut: tuple, sizes: list[int], computed
     assert num_split(plan) == (prefill > 0)
 
 
-def test_whole_groups_are_packed_longest_first() -> None:
+def test_whole_groups_are_packed_longest_first_and_not_split_by_templates() -> None:
     pairs = [((g, g + 1, g + 2), (i,)) for g in range(10, 90, 10) for i in range(4)]
     plan = cut_micro_batches(batch_of(*pairs).order(), MicroBatchLimits(max_tokens=2 * (2 + 4)))
     assert [len(part.sequences) for part in parts_of(plan)] == [8, 8, 8, 8]
@@ -203,6 +202,10 @@ def test_whole_groups_are_packed_longest_first() -> None:
     assert members(cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)) == [[0, 1], [2]]
     one_long = PrefixOrder(np.arange(4), np.array([9, 1, 1, 1]), np.zeros(4, dtype=np.int64))
     assert len(cut_micro_batches(one_long, MicroBatchLimits(max_sequences=2))) == 2, "as few as hold them"
+    prompts = [(*range(50), 60 + q, *range(30)) for q in range(6)]
+    batch = batch_of(*[(prompt, (i, i)) for i in range(4) for prompt in prompts])
+    plan = cut_micro_batches(batch.order(), MicroBatchLimits(max_tokens=150))
+    assert sorted(sorted({s % 6 for s in part.sequences}) for part in parts_of(plan)) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_groups_are_separated_if_another_rank_needs_more() -> None:
@@ -215,13 +218,6 @@ def test_groups_are_separated_if_another_rank_needs_more() -> None:
     order = PrefixOrder(np.arange(1024), np.arange(1, 1025), np.arange(1024))
     for weights in (None, FREE):
         assert len(parts_of(cut_micro_batches(order, MicroBatchLimits(), weights, 1024))) == 1024
-
-
-def test_shared_system_prompts_do_not_split_groups() -> None:
-    prompts = [(*range(50), 60 + q, *range(30)) for q in range(6)]
-    batch = batch_of(*[(prompt, (i, i)) for i in range(4) for prompt in prompts])
-    plan = cut_micro_batches(batch.order(), MicroBatchLimits(max_tokens=150))
-    assert sorted(sorted({s % 6 for s in part.sequences}) for part in parts_of(plan)) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_impossible_limits_and_counts_are_refused() -> None:

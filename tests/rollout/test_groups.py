@@ -100,14 +100,11 @@ def test_groups_of_random_trees(
     check(table, torch.cat([lengths, lengths.new_zeros(padded)]), programs)
 
 
-def test_equal_requests_and_stale_table_entries() -> None:
+def test_groups_of_equal_requests_stale_entries_and_a_thousand_requests() -> None:
     table = torch.tensor([[5, 6, 7], [5, 6, 7], [9, 6, 7]], dtype=torch.int32)
     assert check(table[:2], torch.tensor([12, 12], dtype=torch.int32)) == 1
     assert check(table, torch.tensor([8, 9, 4], dtype=torch.int32)) == 1  # the third names 6 and 7 from an earlier step
     assert check(table, torch.tensor([4, 4, 1], dtype=torch.int32)) == 0  # no block is full before the new token
-
-
-def test_groups_of_a_thousand_requests() -> None:
     table, lengths, _ = uniform_groups(64, 40, 8, 128, BLOCK_SIZE, torch.Generator().manual_seed(0))
     assert check(table, lengths, 33) == 128
     table, lengths = random_tree(1024, BLOCK_SIZE, torch.Generator().manual_seed(1), fanout=0.9)

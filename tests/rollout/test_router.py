@@ -28,7 +28,6 @@ def servers_of(router: PromptRouter, prompt_ids: Any, *request_ids: str) -> list
 
 
 def group(router: PromptRouter, prompt_ids: Any, name: str, n: int = 8) -> set[str]:
-    """Return the servers of the n first requests of a prompt."""
     return set(servers_of(router, prompt_ids, *(f"{name}{sample}" for sample in range(n))))
 
 
@@ -124,7 +123,7 @@ def test_sessions_stay_and_idle_prompts_are_forgotten() -> None:
     assert servers_of(router, B, "b2") == ["s0"], "the least loaded server"
 
 
-def test_requests_of_a_removed_server_move_to_one_other() -> None:
+def test_removed_servers_fail_over_and_come_back_empty() -> None:
     router = make_router(3)
     assert group(router, A, "a") == {"s0"}
     assert group(router, B, "b") == {"s1"}
@@ -134,9 +133,6 @@ def test_requests_of_a_removed_server_move_to_one_other() -> None:
     assert group(router, A, "new") == {"s2"}
     router.release_server("s0", request_id="a0")
     assert router.get_status()["servers"] == {"s1": 8, "s2": 16}
-
-
-def test_removed_servers_are_freed_and_come_back_empty() -> None:
     router = make_router(2)
     group(router, A, "a")
     group(router, B, "b")

@@ -160,7 +160,6 @@ def errors(llm: Any, checkpoint: Path, n: int = 8, prompts: int = 4, seed: int =
 
 
 def errors_with_preemption(checkpoint: Path, shared: bool) -> tuple[torch.Tensor, int]:
-    """Return errors, and the number of preemptions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempted, preempt = [], Scheduler._preempt_request

@@ -41,7 +41,6 @@ def test_scripts_without_tests_can_be_imported(script: str) -> None:
     ],
 )
 def test_cases_share_what_their_names_say(text: str, expected: tuple[int, int, int]) -> None:
-    """Sequences, their tokens, and packed tokens."""
     rows = parse_case(text).rows(vocab_size=1 << 30, world_size=1)
     work = Work.of([rows.samples], FLOPS)
     assert (len(rows.group), work.total_tokens, work.computed_tokens) == expected
@@ -79,7 +78,6 @@ ABOUT = (
 
 
 def step(seconds: float, peak: float = 10.0) -> dict[str, float]:
-    """Return metrics of a step in which every phase took ``seconds``."""
     timing = {f"timing_s/{phase}": seconds for phase in PHASES}
     figures = {"perf/throughput": 1000 / seconds, "actor/perf/max_memory_allocated_gb": peak, "perf/mfu/actor": 0.4}
     means = {"prompt_length/mean": 64.0, "response_length/mean": 8.0, "critic/score/mean": 0.5}
