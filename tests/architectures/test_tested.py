@@ -16,7 +16,7 @@ from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 from verl_pg_plugin.skeleton import text_skeleton
 from verl_pg_plugin.tested import EXACT_TYPES, TESTED_SWITCHES, untested_part
 
-SWITCHED = {
+SWITCHED = {  # a type that has the switch, off by default
     "attention_bias": "llama",
     "mlp_bias": "llama",
     "norm_topk_prob": "qwen3_moe",
@@ -24,7 +24,6 @@ SWITCHED = {
     "use_qk_norm": "glm4_moe",
     "use_sliding_window": "qwen2",
 }
-"""A type that has the switch, off by default."""
 
 
 def test_exact_types_match_the_record_and_count_as_tested() -> None:

@@ -11,9 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.support import TINY
 
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-"""Every type that the installed transformers has a causal language model for."""
 
-SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {  # for configs with a field of that name
     **TINY,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -32,12 +31,11 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
-"""Values for configs that have a field of that name."""
 
 NUMBERS = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
 PER_LAYER = {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
-OF_TYPE: dict[str, dict[str, Any]] = {
+OF_TYPE: dict[str, dict[str, Any]] = {  # type-specific names, and what enables special parts of a type
     "aria_text": {"num_experts_per_tok": 2},
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"), LATENT),
     "codegen": {"rotary_dim": 4},
@@ -75,7 +73,6 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "xlnet": {"d_head": 8},
 }
-"""Sizes under type-specific names, and settings that enable the special parts of a type."""
 
 SEED = 1
 """Weight seed. With 0 a gradient of Apertus' activation nearly cancels, and stock float32 is 1.6e-5 off float64."""

@@ -44,9 +44,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         ("auto", "cuda", (8, 0), FLASH[:1], "torch_varlen", "flash_attn_4 needs compute capability (9, 0), this"),
     ],
 )
-def test_kernel_selection_and_its_reason(
-    setting: str, device: str, capability: Any, packages: Any, taken: str, reason: str, machine: Machine, monkeypatch
-) -> None:
+def test_kernel_selection(setting, device, capability, packages, taken, reason, machine, monkeypatch) -> None:
     """No other kernel is imported or compiled, not even to test softcap: flash-attn 4 compiles for minutes."""
     tried: list[str] = []
     machine(capability, *packages)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
-from tests.layout.tries import Batch, Key, batch_of, batches, cut_at_cost, lay_out, part_keys
+from tests.layout.tries import Key, batch_of, batches, cut_at_cost, lay_out, part_keys
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
@@ -44,9 +44,7 @@ CUTS = st.sampled_from([(4, 3), (0.5, 0.0), (0.5, 1e9), (100, 0.0), (4, 1.0)])
     st.integers(0, 999),
 )
 @settings(max_examples=150)
-def test_random_trees_match_single_sequences(
-    batch: Batch, heads: tuple[int, int], window: int, softcap: float, sinks: bool, value_dim: int, cuts: Any, seed: int
-) -> None:
+def test_random_trees_match_single_sequences(batch, heads, window, softcap, sinks, value_dim, cuts, seed) -> None:
     layout, shape = batch.layout(), {"head_dim": 4, "value_dim": value_dim, "sinks": sinks}
     tensors = random_tensors(layout.num_tokens, *heads, seed=seed, dtype=torch.float64, **shape)
     with pytest.MonkeyPatch.context() as monkeypatch:

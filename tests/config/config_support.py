@@ -98,8 +98,7 @@ def example_settings(overrides: str) -> dict[str, Any]:
     return {f"actor_rollout_ref.{key}" if key.split(".")[0] in SECTIONS else key: value for key, value in parsed}
 
 
-SHARED = example_settings(VERL_EXAMPLES["shared"])
-"""Settings that verl's examples for FSDP share."""
+SHARED = example_settings(VERL_EXAMPLES["shared"])  # by verl's examples for FSDP
 CRITIC = (
     "algorithm.adv_estimator=gae critic.model.path={checkpoint} critic.ppo_micro_batch_size_per_gpu=8 "
     "critic.model.use_remove_padding=True critic.optim.lr=1e-5 "

@@ -25,9 +25,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_verls_examples_run_or_are_refused_with_their_reason(
-    name: str, checkpoints: dict[str, Path], config_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verls_examples_run_or_are_refused_with_their_reason(name: str, checkpoints, config_of, monkeypatch) -> None:
     find, there = importlib.util.find_spec, importlib.util.find_spec("torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flash_attn" else find(name))
     script = SCRIPTS[name]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from make_image_task import draw_squares, make_tiny_vision_checkpoint
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from verl.utils import hf_processor
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
@@ -114,9 +114,7 @@ def test_aborted_requests_resume_to_the_same_response(checkpoint: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_weights_come_in_buckets_and_are_sampled_and_unknown_ones_refused(
-    checkpoint, monkeypatch, model: PreTrainedModel
-) -> None:
+def test_weights_arrive_in_buckets_and_unknown_ones_are_refused(checkpoint, monkeypatch, model) -> None:
     server = make_server(checkpoint, load_format="dummy")
     with pytest.raises(RuntimeError, match=r"lora_A.*lora\.merge=True"):
         asyncio.run(server.update_weights({"layers.0.lora_A": torch.zeros(1)}))

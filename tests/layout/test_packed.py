@@ -21,8 +21,7 @@ def test_tokens_are_sorted_as_numbers_not_bytes(dtype: type) -> None:
     assert build_prefix_order(tokens, np.arange(0, 13, 3)).sequences.tolist() == [1, 3, 0, 2]
 
 
-PART = st.one_of(st.integers(0, 2), st.integers(10, 11))
-"""A token of text, or an image of three tokens."""
+PART = st.one_of(st.integers(0, 2), st.integers(10, 11))  # a token of text, or an image of three tokens
 SEQUENCES = st.lists(
     st.tuples(st.lists(PART, min_size=1, max_size=6), st.integers(0, 2)).map(lambda parts: [*parts[0], parts[1]]),
     min_size=1,

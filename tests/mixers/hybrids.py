@@ -19,7 +19,6 @@ from tests.support import TINY, VOCAB, group
 EXPERTS = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24)
 EXPERTS |= {"num_experts": 8, "num_experts_per_tok": 2}
 KINDS: dict[str, dict[str, Any]] = {"qwen3_next": EXPERTS, "qwen3_5_text": {}, "qwen3_5_moe_text": EXPERTS}
-"""Further sizes by model type."""
 
 SIZES = {
     **TINY,

@@ -32,7 +32,7 @@ from verl_pg_plugin.modalities import images
 
 LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
 WHOLE = 1 << 30
-CASES: dict[str, tuple[list, int]] = {
+CASES: dict[str, tuple[list, int]] = {  # samples (films differ by kind), token budget of a micro-batch
     "mixed": (MIXED, WHOLE),
     "turns": (TURNS, WHOLE),
     "forks": (FORKS, WHOLE),
@@ -41,14 +41,12 @@ CASES: dict[str, tuple[list, int]] = {
     "images in split responses": (TURNS, 52),
     "forks after an image in split groups": (FORKS, 60),
 }
-"""Samples (films differ by kind) and the token budget of a micro-batch."""
-QUICK: dict[str, tuple[str, ...]] = {
+QUICK: dict[str, tuple[str, ...]] = {  # the slow tests run all pairs
     KINDS[0]: ("mixed", "films", "forks after an image in split groups"),
     KINDS[1]: tuple(CASES),
     KINDS[3]: ("mixed", "films", "split groups"),
     HYBRID_KINDS[0]: ("films", "images in split responses", "forks after an image in split groups"),
 }
-"""Every kind and every case; the slow tests run all pairs."""
 ALL = [
     pytest.param(kind, case, marks=[] if case in QUICK.get(kind, ()) else [pytest.mark.slow])
     for kind in (*KINDS, *HYBRID_KINDS)

@@ -17,8 +17,7 @@ from tests.mixers import hybrids
 from tests.support import TINY
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl")
-HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")
-"""With Gated DeltaNet layers."""
+HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")  # with Gated DeltaNet layers
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 VOCAB, PATCH, MERGE, FRAMES = 96, 4, 2, 2
 MEDIA = {"image": ("pixel_values", "image_grid_thw", IMAGE), "video": ("pixel_values_videos", "video_grid_thw", VIDEO)}
@@ -160,8 +159,7 @@ def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDi
 
 
 SYSTEM, QUESTION = [10, 11, 12], [20, 21, 22, 23]
-CAT, DOG = Shown((1, 8, 12), 1), Shown((1, 8, 12), 2)
-"""Two images of one size: their tokens are equal."""
+CAT, DOG = Shown((1, 8, 12), 1), Shown((1, 8, 12), 2)  # of one size: their tokens are equal
 WIDE, CHART, OTHER_CHART = Shown((1, 4, 8), 3), Shown((1, 4, 8), 5), Shown((1, 4, 8), 6)
 
 TWO_GROUPS = [

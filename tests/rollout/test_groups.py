@@ -92,9 +92,7 @@ def check_work(groups: Groups, expected: dict[tuple[int, ...], list[int]], num_p
     seed=st.integers(0, 2**32), requests=st.integers(1, 40), fanout=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     depth=st.integers(0, 12), padded=st.integers(0, 3), programs=st.sampled_from([1, 8, 33]),
 )  # fmt: skip
-def test_groups_of_random_trees(
-    seed: int, requests: int, fanout: float, depth: int, padded: int, programs: int
-) -> None:
+def test_groups_of_random_trees(seed, requests, fanout, depth, padded, programs) -> None:
     table, lengths = random_tree(requests, BLOCK_SIZE, torch.Generator().manual_seed(seed), fanout=fanout, depth=depth)
     table = torch.cat([table, table.new_zeros(padded, table.shape[1])])
     check(table, torch.cat([lengths, lengths.new_zeros(padded)]), programs)

@@ -36,9 +36,7 @@ def group(router: PromptRouter, prompt_ids: Any, name: str, n: int = 8) -> set[s
     # A group is on one server, so with few groups some servers have none.
     [(1, 8.0, 0.95), (4, 4.0, 0.97), (8, 2.3, 1.0), (32, 1.6, 1.1), (256, 1.25, 1.6), (1000, 1.1, 1.9)],
 )
-def test_prompts_are_prefilled_once_and_load_is_balanced(
-    prompts: int, slowest_over_mean: float, speedup: float
-) -> None:
+def test_prompts_are_prefilled_once_and_load_is_balanced(prompts: int, slowest_over_mean, speedup) -> None:
     random.seed(0)  # verl's router draws from servers with equal load
     requests = long_tailed(prompts)
     ours = simulate(lambda servers: PromptRouter(servers, {}), requests)
