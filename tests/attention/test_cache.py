@@ -58,7 +58,7 @@ def cached(dtype: torch.dtype) -> CachedTokens:
 def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks() -> None:
     tokens = cached(torch.bfloat16)
     access = CacheAccess(chunk(3, num_cached=2), read=[tokens])
-    for total in (1.0, 2.0):  # of both chunks
+    for total in (1.0, 2.0):
         own = access.settle(KEYS, torch.tensor([1 + 1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None])
         assert tokens.pending[KEYS].flatten().tolist() == [total * (1 + 1 / 512), total]
         assert own.flatten().tolist() == [5.0] * 3

@@ -106,7 +106,7 @@ CUTS = {"default": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("heads_first", [False, True], ids=["as they are", "heads first"])
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tokens first", "heads first"])
 @every_kernel
 def test_gradients_are_as_exact_for_any_split_into_calls(name, heads_first, cuts, monkeypatch) -> None:
     cut(monkeypatch, cuts, shortest=plan.SHORTEST_IN_PLACE)

@@ -65,12 +65,13 @@ def test_prompts_have_the_configured_length_and_differ_early() -> None:
     assert len({tuple(prompt[:30]) for prompt in prompts}) == 3
 
 
-def test_failed_trainings_end_with_their_log_and_existing_folders_are_kept(tmp_path, monkeypatch) -> None:
+def test_failures_end_with_their_log_and_existing_folders_are_kept(tmp_path, monkeypatch) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no room left; exit 3\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(CommandError, match=r"(?s)stock ended with exit code 3 after 0 steps.*no room left"):
         demo.train(tmp_path, "stock", 1)
+    before = sorted(tmp_path.rglob("*"))
     assert main(["demo", "--folder", str(tmp_path)]) == 2
-    assert list(tmp_path.iterdir()) == [python]
+    assert sorted(tmp_path.rglob("*")) == before

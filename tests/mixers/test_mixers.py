@@ -80,7 +80,7 @@ def test_cache_memory_matches_the_plan_and_outputs_are_exact(tmp_path: Path) -> 
         ({8, 10}, "3.6.0", {"fla"}, None),
         ({9}, "3.7.1", set(), "not installed: pip install fla-core$"),
     ],
-    ids=["wrong", "wrong too", "before the fault", "mended", "tilelang", "other GPUs", "no fla"],
+    ids=["faulty", "late faulty", "older", "fixed", "tilelang", "other GPUs", "no fla"],
 )
 def test_machines_with_a_wrong_backward_are_refused(monkeypatch, generations, triton, packages, refusal) -> None:
     monkeypatch.setattr(gated_delta, "gpu_generations", lambda: generations)

@@ -57,15 +57,16 @@ def with_tokens(tokens: dict[int, int]) -> Callable[[TensorDict], None]:
     return apply
 
 
+def without(name: str) -> Callable[[TensorDict], Any]:
+    return lambda batch: batch.pop(name)
+
+
 BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
-    "no_images_for_placeholders": (
-        lambda batch: batch.pop("multi_modal_inputs"),
-        r"sequence 0 has 24 placeholders 90.*0 images need 0",
-    ),
+    "no_images_for_placeholders": (without("multi_modal_inputs"), "sequence 0 has 24 placeholders 90.*0 images need 0"),
     "a_sampled_placeholder": (with_tokens({-2: IMAGE}), r"sequence 5 has 25 placeholders 90.*sampled the placeholder"),
     "a_sampled_placeholder_of_another_kind": (
         with_tokens({-2: VIDEO}),
-        r"sequence 5 has 1 placeholders 91, its 0 videos",
+        "sequence 5 has 1 placeholders 91, its 0 videos",
     ),
     "an_image_in_two_pieces": (with_tokens({10: 5, 28: IMAGE}), "each in one piece"),
     "fewer_pixels_than_the_grid": (
@@ -84,10 +85,7 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         lambda batch: batch.set("position_ids", make_batch(TWO_GROUPS)["position_ids"]),
         r"needs position_ids of shape \(4, 216\).*has position_ids of shape \(216,",
     ),
-    "no_positions": (
-        lambda batch: batch.pop("position_ids"),
-        r"needs position_ids of shape \(4, 216\).*has no position_ids",
-    ),
+    "no_positions": (without("position_ids"), r"needs position_ids of shape \(4, 216\).*has no position_ids"),
 }
 
 

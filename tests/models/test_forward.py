@@ -69,7 +69,7 @@ def load(path: str, attention: str = "sdpa", kind: str = "CausalLM", stock: bool
 
 
 def pad(samples: Sequence[Sample], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, S) token ids and mask; padding holds a genuine token so that nothing can hide behind id 0."""
+    """(B, S) token ids and mask; padding is a real token, so that id 0 hides no error."""
     rows = [[*s.prompt, *s.response] for s in samples]
     width = max(map(len, rows)) + (side == "both")
     input_ids = torch.full((len(rows), width), 5)

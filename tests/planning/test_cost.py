@@ -74,7 +74,7 @@ def test_unknown_numbers_of_experts_are_refused_with_an_override() -> None:
     moe = config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(moe)
-    module.config = config("qwen3")  # stands for a config with other names for these numbers
+    module.config = config("qwen3")  # like a config with other names for these numbers
     with pytest.raises(ValueError, match=r"override_config\.num_experts_per_tok=<experts a token visits>"):
         ModelFlops.of(module)
 

@@ -27,7 +27,7 @@ def test_small_groups_without_a_loss_token_join_others() -> None:
     fillers = batch_of(*[((i, i), (i,) * 99) for i in range(2)], *[((9,), (9,))] * 3).order()
     for at_least in (2, 3, 4, 5):
         plan = members(fillers, np.array([1, 1, 0, 0, 0]), MicroBatchLimits(max_sequences=1), FREE, at_least=at_least)
-        assert len(plan) == at_least, "ranks run as many"
+        assert len(plan) == at_least, "equal numbers on all ranks"
 
 
 def test_large_groups_without_a_loss_token_are_spread() -> None:
@@ -53,7 +53,7 @@ def test_masked_groups_that_do_not_fit_add_micro_batches() -> None:
     partly = batch_of(*[((g,) * 39, (i,) * n) for g, n in enumerate((12, 26)) for i in range(4)]).order()
     plan = members(partly, np.array([0, 0, 0, 0, 1, 0, 1, 0]), MicroBatchLimits(max_tokens=151), FREE)
     assert len(plan) == 2, "a third would have no loss token"
-    # A masked group that no micro-batch has room for is one by itself.
+    # A masked group without room elsewhere is its own micro-batch.
     order = batch_of(((9,) * 8, (1,)), *[((2,), (i,) * 5) for i in range(3)]).order()
     assert sorted(members(order, np.array([0, 1, 1, 1]), MicroBatchLimits(max_tokens=8), FREE)) == [[0], [1], [2], [3]]
 

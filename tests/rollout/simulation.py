@@ -1,4 +1,4 @@
-"""Simulated rollout servers behind a router, in seconds; the costs are those of a 4B model on one H200."""
+"""Simulation of a router and its rollout servers, in seconds; the costs are those of a 4B model on one H200."""
 
 import heapq
 import math
