@@ -1,4 +1,4 @@
-"""The installed verl, transformers and torch are what our code overrides and patches, and a change is told by name."""
+"""The installed verl, transformers and torch are what our code overrides; changes are reported by name."""
 
 import ast
 import inspect
@@ -25,8 +25,14 @@ VEOMNI = Path(sys.prefix, "veomni")
 register()
 
 
-def test_installed_versions_are_what_our_code_was_written_for() -> None:
+def test_installed_versions_pass_and_untested_ones_are_named(tmp_path: Path, monkeypatch) -> None:
     assert compat.problems() == []
+    for name, version in (("verl", "0.10.0"), ("torch", "2.99.0+cpu"), ("transformers", "5.9.0")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    versions = [line.partition(" is outside")[0] for line in compat.untested()]
+    assert versions == ["verl 0.10.0", "torch 2.99.0+cpu"]
 
 
 def _renamed(self, hidden_states, position_embeddings, attention_mask=None, kv=None, **kwargs): ...
@@ -36,7 +42,7 @@ CHECKPOINTS = next(name for name in ("__init_subclass__", "__call__") if name in
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "new", "told"),
+    ("owner", "name", "new", "message"),
     [
         (modeling_llama.LlamaDecoderLayer, "forward", _renamed, "without past_key_values|cache"),
         (
@@ -49,19 +55,19 @@ CHECKPOINTS = next(name for name in ("__init_subclass__", "__call__") if name in
     ],
     ids=["as in transformers 5.24", "as in transformers 5.15", "as in transformers 5.23"],
 )
-def test_a_change_of_the_kind_that_transformers_has_made_is_told(monkeypatch, owner, name, new, told) -> None:
+def test_changes_like_those_of_past_transformers_are_reported(monkeypatch, owner, name, new, message) -> None:
     if new is None:
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(owner, name, new)
     (problem,) = compat.problems()
-    assert told in problem
+    assert message in problem
     assert owner.__name__ in problem
     assert "pip install 'transformers" in problem
 
 
 @pytest.mark.parametrize("now", [lambda backend, timeout_second: None, lambda timeout_second, backend, more=0: None])
-def test_a_function_that_is_replaced_takes_what_it_took_and_nothing_more(monkeypatch, now) -> None:
+def test_replaced_functions_must_have_the_known_signature(monkeypatch, now) -> None:
     defaults = now.__defaults__
     monkeypatch.setattr(distributed, "initialize_global_process_group_ray", now)
     with pytest.raises(upstream.UpstreamChangedError, match=r"not exactly \(timeout_second, backend\)"):
@@ -69,17 +75,8 @@ def test_a_function_that_is_replaced_takes_what_it_took_and_nothing_more(monkeyp
     assert now.__defaults__ == defaults
 
 
-def test_a_version_outside_of_what_was_tested_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, version in (("verl", "0.10.0"), ("torch", "2.99.0+cpu"), ("transformers", "5.9.0")):
-        (tmp_path / f"{name}-{version}.dist-info").mkdir()
-        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    told = compat.untested()
-    assert [line.partition(" is outside")[0] for line in told] == ["verl 0.10.0", "torch 2.99.0+cpu"]
-
-
 def overridden(engine_cls: type) -> set[str]:
-    """Methods of verl's that an engine of ours has in its own way."""
+    """Return verl's methods that an engine of ours overrides."""
     bases = engine_cls.__mro__
     ours = {name for cls in bases if cls.__module__.startswith("verl_pg_plugin") for name in vars(cls)}
     verls = [cls for cls in reversed(bases) if cls.__module__.startswith("verl.")]
@@ -88,18 +85,18 @@ def overridden(engine_cls: type) -> set[str]:
 
 
 @pytest.mark.parametrize("engine_cls", [SharedPrefixLanguageModel, SharedPrefixValueModel, StockValueModelOnCPU])
-def test_every_method_that_our_engines_override_is_looked_at(engine_cls: type) -> None:
+def test_every_overridden_method_is_checked(engine_cls: type) -> None:
     assert overridden(engine_cls)
     assert overridden(engine_cls) <= compat.SIGNATURES.keys()
 
 
-def test_every_attribute_of_verls_engine_that_ours_reads_is_declared_and_looked_at() -> None:
+def test_attributes_read_from_verls_engine_are_declared_and_checked() -> None:
     own = inspect.get_annotations(SharedPrefixEngine).keys() - vars(SharedPrefixEngine).keys()
     of_engine = (names for path, names in compat._NAMES_WITHIN.items() if ".FSDPEngine." in path)
     assert own == {name for names in of_engine for name in names.split()}
     nodes = ast.walk(ast.parse(inspect.getsource(engine_module)))
     read = {it.attr for it in nodes if isinstance(it, ast.Attribute) and ast.unparse(it.value) == "self"}
-    assert own <= read, "and no other"
+    assert own <= read
 
 
 ON_VEOMNI = """
@@ -112,7 +109,7 @@ print(json.dumps([compat.problems(), sorted(overridden(SharedPrefixVeOmniLanguag
 
 
 @pytest.mark.skipif(not VEOMNI.is_dir(), reason="needs the package veomni, see scripts/install.sh")
-def test_where_verl_can_import_veomni_the_doctor_and_this_list_look_at_its_engine_too() -> None:
+def test_veomni_engine_is_checked_where_it_is_installed() -> None:
     code = f"import sys\nsys.path.append({str(VEOMNI)!r})\n{doctor.SCRIPT}{ON_VEOMNI}"
     (ended,) = run_fresh([(code, {"VERL_PLATFORM": "cpu"})])
     *_, process, last = ended.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Imports go down the levels of docs/design.md, no two modules import each other, and index maths stays light."""
+"""Imports go down the levels of docs/design.md, have no cycles, and index maths needs no heavy package."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,7 @@ HEAVY = {"torch", "verl", "transformers", "tensordict", "ray"}
 
 
 def imports_of(file: Path) -> set[str]:
-    """Dotted names that a module imports, inside functions and for types alone too."""
+    """Return the dotted names that a module imports, inside functions and for types too."""
     names: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(file.read_text())]
     while waiting:
@@ -38,16 +38,16 @@ def imports_of(file: Path) -> set[str]:
 
 
 def graph_of(package: Path) -> dict[str, set[str]]:
-    """Every module of a package and what it imports; modules of the package by their own name."""
+    """Return every module of a package and what it imports; modules of the package by their own name."""
     files = {}
     for file in sorted(package.rglob("*.py")):
         parts = file.relative_to(package.parent).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     graph = {}
     for name, file in files.items():
-        found = imports_of(file)
-        # ``from verl_pg_plugin.layout import order`` names the package too, whose __init__ it does not need.
-        ours = {max((m for m in files if i == m or i.startswith(f"{m}.")), key=len, default=i) for i in found}
+        imported = imports_of(file)
+        # ``from verl_pg_plugin.layout import order`` names the package too, but does not need its __init__.
+        ours = {max((m for m in files if i == m or i.startswith(f"{m}.")), key=len, default=i) for i in imported}
         graph[name] = {i for i in ours if not any(j != i and j.startswith(f"{i}.") for j in ours & set(files))} - {name}
     return graph
 
@@ -56,12 +56,12 @@ GRAPH = graph_of(PACKAGE)
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    found, waiting = set[str](), [start]
+    reached, waiting = set[str](), [start]
     while waiting:
-        new = graph.get(waiting.pop(), set()) - found
-        found |= new
+        new = graph.get(waiting.pop(), set()) - reached
+        reached |= new
         waiting.extend(new)
-    return found
+    return reached
 
 
 def level_of(module: str) -> int:
@@ -69,15 +69,15 @@ def level_of(module: str) -> int:
 
 
 @pytest.mark.parametrize("module", sorted(name for name in GRAPH if "." in name))
-def test_no_import_runs_up_a_level(module: str) -> None:
+def test_no_import_goes_up_a_level(module: str) -> None:
     ours = {name for name in GRAPH[module] if name.startswith("verl_pg_plugin.")}
     assert not {name for name in ours if level_of(name) > level_of(module)}
 
 
-def test_no_two_modules_import_each_other() -> None:
+def test_imports_have_no_cycle() -> None:
     assert not [name for name in GRAPH if name in reachable(GRAPH, name)]
 
 
 @pytest.mark.parametrize("module", [name for name in GRAPH if name.startswith("verl_pg_plugin.layout")])
-def test_index_maths_runs_where_neither_torch_nor_verl_is_installed(module: str) -> None:
+def test_index_maths_imports_neither_torch_nor_verl(module: str) -> None:
     assert HEAVY.isdisjoint(name.partition(".")[0] for name in reachable(GRAPH, module))

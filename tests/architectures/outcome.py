@@ -1,4 +1,4 @@
-"""What packed mode does with an architecture, as far as configs and classes tell."""
+"""Expected support of an architecture by packed mode, from configs and classes alone."""
 
 import functools
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ NOT_BUILT = {
     "musicgen_melody": "its config needs those of three other models",
 }
 HYBRIDS = stateful_model_types()
-"""Run and recorded by ``tests/mixers``, held against float64: their decays' gradients are 1e-5 off in any float32."""
+"""Tested by ``tests/mixers`` in float64: in any float32 gradients of their decays are 1e-5 off."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Outcome:
     """A row of docs/models.md."""
 
     status: str
-    why: str = ""  # it is not exact, or where its test is, if that is not the one of all types
-    head_in_chunks: bool = False  # the head comes last
-    fused_kernels: bool = False  # verl's can stand in for it
-    value_head: bool = False  # a critic of this type runs
-    kernels: list[str] = field(default_factory=list)  # that fit the heads of a released checkpoint
-    needs: list[str] = field(default_factory=list)  # overrides without which its default config is refused
+    why: str = ""  # reason if it is not exact, or its test if that is not the one for all types
+    head_in_chunks: bool = False  # the head is the last module
+    fused_kernels: bool = False  # verl's can replace it
+    value_head: bool = False  # critics of this type run
+    kernels: list[str] = field(default_factory=list)  # those that fit the head sizes of a released checkpoint
+    needs: list[str] = field(default_factory=list)  # overrides that its default config requires
     compiled: bool = False  # by default
 
 
 @functools.cache
 def outcome_of(model_type: str) -> Outcome:
-    """What is expected of a type, and what a test of its engine has to bear out."""
+    """Return the outcome that the tests of a type must confirm."""
     if model_type in NOT_BUILT:
         return Outcome(NOT_RUN, NOT_BUILT[model_type])
     try:
@@ -52,9 +52,9 @@ def outcome_of(model_type: str) -> Outcome:
         return Outcome(NOT_RUN, "transformers refuses its default config")
     issues = functools.partial(architectures.architecture_issues, trust_remote_code=False)
     reasons = issues(default)
-    if found := _final(reasons) or _final(issues(tiny_config(model_type))):
-        return Outcome(REFUSED, "; ".join(reason.why for reason in found))
-    # Checkpoints of GLM 4.5 say what their heads are, where the default config does not.
+    if final := _final(reasons) or _final(issues(tiny_config(model_type))):
+        return Outcome(REFUSED, "; ".join(reason.why for reason in final))
+    # The default config of GLM 4.5 lacks the head size that its checkpoints have.
     released = transformers.AutoConfig.for_model(model_type, **{"head_dim": 128} if model_type == "glm4_moe" else {})
     needs = attention_needs(released.get_text_config())
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
@@ -83,5 +83,4 @@ def model_class(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:
 
 
 def _final(reasons: list[Issue]) -> list[Issue]:
-    """Those that no override lifts."""
     return [reason for reason in reasons if not reason.fix]

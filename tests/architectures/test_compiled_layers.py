@@ -1,4 +1,4 @@
-"""The types whose layers are compiled by default are as exact compiled as they are uncompiled, and compile once."""
+"""Types that are compiled by default are as exact compiled as uncompiled, and compile once."""
 
 from pathlib import Path
 
@@ -18,10 +18,10 @@ nothing_compiled = pytest.fixture(autouse=True)(forget_graphs)
 
 
 @pytest.mark.parametrize("model_type", COMPILED)
-def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type: str, tmp_path: Path) -> None:
+def test_compiled_layers_are_exact_and_compile_once(model_type: str, tmp_path: Path) -> None:
     overrides = {"attn_implementation": STOCK_ATTENTION.get(model_type, "sdpa")}
     if model_class(tiny_config(model_type))._can_set_experts_implementation():
-        # As one product of matrices: the grouped product that a GPU runs is a loop over experts on a CPU.
+        # The grouped product that a GPU runs is a loop over experts on a CPU.
         overrides["_experts_implementation"] = "batched_mm"
     engine = engine_of(model_type, tmp_path, {"compile_layers": True}, {"override_config": overrides})
     assert_compiled_once(assert_exact(engine, model_type, tmp_path, samples) for samples in (SAMPLES, *RAGGED))
@@ -29,14 +29,14 @@ def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_ty
 
 @pytest.mark.parametrize("model_type", COMPILED)
 def test_compiled_layers_in_bf16_are_as_exact_as_stock_rmpad(model_type: str, tmp_path: Path) -> None:
-    """A layer that computes something in float32 may be compiled otherwise than it runs, or recomputed otherwise."""
+    """A layer with float32 parts may compute or recompute them differently when compiled."""
     assert_compiled_as_close(tmp_path, model_type, STOCK_ATTENTION.get(model_type, "sdpa"))
 
 
 @pytest.mark.parametrize("model_type", sorted(WRONG_COMPILED))
-def test_types_that_are_refused_compiled_would_not_be_exact(model_type: str, tmp_path: Path, monkeypatch) -> None:
-    """Where this fails, a type can be taken off the list."""
+def test_types_refused_compiled_are_inexact(model_type: str, tmp_path: Path, monkeypatch) -> None:
+    """If this fails, remove the type from the list."""
     assert " off " in WRONG_COMPILED[model_type]
     monkeypatch.delitem(WRONG_COMPILED, model_type)
     with pytest.raises(AssertionError, match="off by"):
-        test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type, tmp_path)
+        test_compiled_layers_are_exact_and_compile_once(model_type, tmp_path)

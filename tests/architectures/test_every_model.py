@@ -33,7 +33,7 @@ from verl_pg_plugin.skeleton import text_skeleton
 SAMPLES = [*CASES["uneven_groups_and_prompts_of_different_length"], *CASES["multi_turn_branches_three_deep"]]
 TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]
 EXACT_TYPES = [name for name in TYPES if outcome_of(name).status == EXACT]
-"""The refusals of the others are those of the record, which tests/architectures/test_record.py reads."""
+"""tests/architectures/test_record.py checks the refusals of the others."""
 ZERO_GRADIENTS = {
     # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.
     "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}
@@ -41,13 +41,13 @@ ZERO_GRADIENTS = {
 
 
 def engine_of(model_type: str, folder: Path, engine: dict | None = None, model: dict | None = None) -> Any:
-    """Of a tiny model, written into ``folder``, with gradient checkpointing wherever there is any."""
+    """Make an engine of a tiny model in ``folder``, with gradient checkpointing if the type has it."""
     checkpointing = {"enable_gradient_checkpointing": supports_checkpointing(model_type)}
     return support.make_engine(save_causal(folder, model_type), engine=engine, model={**checkpointing, **(model or {})})
 
 
 def assert_exact(engine: Any, model_type: str, folder: Path, samples: Sequence[Sample] = SAMPLES) -> None:
-    """Log-probs, entropies, squared probabilities where the head computes them, and gradients."""
+    """Compare log-probs, entropies, squared probabilities if the head computes them, and gradients."""
     batch = make_batch(samples, calculate_sum_pi_squared=engine.log_prob_head is None or not engine.log_prob_head.fused)
     actual, expected = support.run_engine(engine, batch), support.run_reference(str(folder), batch)
     zero = ZERO_GRADIENTS.get(model_type, set())
@@ -62,14 +62,14 @@ def without(result: support.Result, names: set[str]) -> support.Result:
 
 
 @pytest.mark.parametrize("model_type", EXACT_TYPES)
-def test_every_type_that_is_not_refused_is_exact_through_the_engine(model_type: str, tmp_path: Path) -> None:
+def test_accepted_types_are_exact(model_type: str, tmp_path: Path) -> None:
     engine = engine_of(model_type, tmp_path, {"logits_chunk_size": 5})
     assert (engine.log_prob_head is not None) == outcome_of(model_type).head_in_chunks
     assert_exact(engine, model_type, tmp_path)
 
 
 @pytest.mark.parametrize("model_type", [name for name in TYPES if outcome_of(name).status == NOT_RUN])
-def test_a_type_that_is_not_run_is_one_that_transformers_does_not_build(model_type: str) -> None:
+def test_types_not_run_cannot_be_built(model_type: str) -> None:
     with pytest.raises((AttributeError, StrictDataclassError)):
         transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type))
 
@@ -80,13 +80,13 @@ def test_critics_are_exact(model_type: str, tmp_path: Path) -> None:
     config = tiny_config(model_type, num_labels=1)
     transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     batch = support.critic_batch(SAMPLES)
-    batch["returns"] = batch["returns"] + 2  # above all values, or what adds up to the bias's gradient cancels
+    batch["returns"] = batch["returns"] + 2  # above all values, so that terms of the bias gradient do not cancel
     support.check_exact(support.make_engine(str(tmp_path), critic=True), str(tmp_path), batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", EXACT_TYPES)
-def test_fused_kernels_are_exact_or_refused_by_name(model_type: str, tmp_path: Path) -> None:
+def test_fused_kernels_are_exact_or_refused(model_type: str, tmp_path: Path) -> None:
     if outcome_of(model_type).fused_kernels:
         engine = engine_of(model_type, tmp_path, model=support.FUSED_HEAD)
         assert engine.log_prob_head.fused is not None
@@ -99,7 +99,7 @@ def test_fused_kernels_are_exact_or_refused_by_name(model_type: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*hybrids.KINDS, *tiny_vision.HYBRID_KINDS])
-def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_path: Path) -> None:
+def test_fused_kernels_of_hybrids_are_exact(kind: str, tmp_path: Path) -> None:
     text_alone = kind in hybrids.KINDS
     path = (hybrids.save_hybrid if text_alone else tiny_vision.save_vision_model)(tmp_path, kind)
     with in_float64():
@@ -109,19 +109,18 @@ def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_pa
         support.check_exact(engine, path, batch)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        name if name in ("olmo2", "qwen3") else pytest.param(name, marks=pytest.mark.slow)
-        for name in filter(supports_checkpointing, EXACT_TYPES)
-    ],
-)
-def test_torch_before_2_13_trains_every_type_that_is_not_refused(model_type, tmp_path, monkeypatch) -> None:
-    """A type that fails here and is not in the list of those handed float32 angles would fail in its first update."""
+CHECKPOINTED = [
+    name if name in ("olmo2", "qwen3") else pytest.param(name, marks=pytest.mark.slow)
+    for name in filter(supports_checkpointing, EXACT_TYPES)
+]
+
+
+@pytest.mark.parametrize("model_type", CHECKPOINTED)
+def test_torch_before_2_13_trains_all_types_but_those_listed(model_type, tmp_path, monkeypatch) -> None:
     cast = FSDPState._cast_forward_inputs
 
     def cast_in_the_forward_alone(self, args, kwargs):
-        """As torch 2.11 and 2.12 recompute layers."""
+        """Cast as torch 2.11 and 2.12 do when they recompute layers."""
         return (args, kwargs) if self._training_state == TrainingState.PRE_BACKWARD else cast(self, args, kwargs)
 
     monkeypatch.setattr(FSDPState, "_cast_forward_inputs", cast_in_the_forward_alone)
@@ -135,21 +134,21 @@ SPLIT = ["gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *{"hrm_text"}
 
 
 @pytest.mark.parametrize("model_type", SPLIT)
-def test_groups_split_into_chunks_are_exact(model_type: str, tmp_path: Path, caplog) -> None:
+def test_split_groups_are_exact(model_type: str, tmp_path: Path, caplog) -> None:
     path = save_causal(tmp_path, model_type)
     batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
-    caches = model_type != "hrm_text"  # its layers run several times
+    caches = model_type != "hrm_text"  # whose layers run several times
     support.check_exact(support.make_engine(path, splits=True), path, batch, splits=caches)
     assert ("compute its prefix again" in caplog.text) != caches
 
 
-def test_sinks_keep_their_gradient_where_attention_is_recomputed(tmp_path: Path) -> None:
+def test_sinks_have_exact_gradients_if_attention_is_recomputed(tmp_path: Path) -> None:
     engine = support.make_engine(save_causal(tmp_path, "gpt_oss"), engine={"activations": "inputs"})
     support.check_exact(engine, str(tmp_path), make_batch(SAMPLES, max_token_len_per_gpu=160))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
-def test_heads_spread_over_two_ranks_are_exact(model_type: str, tmp_path: Path) -> None:
+def test_heads_on_two_ranks_are_exact(model_type: str, tmp_path: Path) -> None:
     spread = {"ulysses_sequence_parallel_size": 2}
     check_exact_on_ranks(save_causal(tmp_path, model_type), partial(make_batch, ONE_GROUP), engine=spread)

@@ -16,7 +16,7 @@ from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 from verl_pg_plugin.skeleton import text_skeleton
 from verl_pg_plugin.tested import EXACT_TYPES, TESTED_SWITCHES, untested_part
 
-SWITCHED = {
+SWITCHED = {  # a type that has the switch, off by default
     "attention_bias": "llama",
     "mlp_bias": "llama",
     "norm_topk_prob": "qwen3_moe",
@@ -24,30 +24,26 @@ SWITCHED = {
     "use_qk_norm": "glm4_moe",
     "use_sliding_window": "qwen2",
 }
-"""A type that has the switch, off by default."""
 
 
-def test_the_types_are_those_of_the_record() -> None:
+def test_exact_types_match_the_record_and_count_as_tested() -> None:
     outcomes = [pair for of_version in read_record().values() for pair in of_version.items()]
-    exact = {model_type for model_type, outcome in outcomes if outcome["status"] == EXACT}
-    assert exact | set(IMAGE_MODEL_TYPES) == EXACT_TYPES
-
-
-def test_no_model_of_the_tests_counts_as_untested() -> None:
+    recorded = {model_type for model_type, outcome in outcomes if outcome["status"] == EXACT}
+    assert recorded | set(IMAGE_MODEL_TYPES) == EXACT_TYPES
     exact = [name for name in MODEL_TYPES if outcome_of(name).status == EXACT]
-    said = {name: untested_part(text_skeleton(tiny_config(name).get_text_config())) for name in exact}
-    assert not {name: why for name, why in said.items() if why}
+    untested = {name: untested_part(text_skeleton(tiny_config(name).get_text_config())) for name in exact}
+    assert not {name: part for name, part in untested.items() if part}
 
 
 @pytest.mark.parametrize("switch", TESTED_SWITCHES)
-def test_a_switch_that_counts_as_tested_is_exact(switch: str, tmp_path: Path) -> None:
+def test_tested_switches_are_exact(switch: str, tmp_path: Path) -> None:
     path = save_causal(tmp_path, SWITCHED[switch], **{switch: True})
     engine = make_engine(path)
     assert not engine.verifier.enabled
     check_exact(engine, path, make_batch(SAMPLES))
 
 
-def test_what_no_test_runs_is_named() -> None:
+def test_untested_parts_are_named() -> None:
     def why(model_type: str, **switches: object) -> str:
         return untested_part(text_skeleton(tiny_config(model_type, **switches)))
 
@@ -55,5 +51,5 @@ def test_what_no_test_runs_is_named() -> None:
     assert why("gemma4_text", num_kv_shared_layers=1) == "no test runs gemma4_text with num_kv_shared_layers=1"
     assert why("stablelm") == "no test runs models of type stablelm"
     with patch.object(Qwen3MLP, "forward", lambda self, x: x):
-        said = "model.layers.0.mlp of Qwen3ForCausalLM is a Qwen3MLP, whose code in tests.architectures.test_tested"
-        assert why("qwen3").startswith(said)
+        part = "model.layers.0.mlp of Qwen3ForCausalLM is a Qwen3MLP, whose code in tests.architectures.test_tested"
+        assert why("qwen3").startswith(part)

@@ -11,16 +11,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.support import TINY
 
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-"""Every type that the installed transformers has a causal language model for."""
 
-SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {  # for configs with a field of that name
     **TINY,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # Windows shorter than the prompts of the tests.
-    "sliding_window": 6,
-    # Experts, too many for a token to visit all.
+    "sliding_window": 6,  # shorter than the prompts of the tests
+    # More experts than a token visits.
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_group"), 2),
@@ -33,12 +31,11 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
-"""Given to a config that has a field of that name."""
 
 NUMBERS = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
 PER_LAYER = {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
-OF_TYPE: dict[str, dict[str, Any]] = {
+OF_TYPE: dict[str, dict[str, Any]] = {  # type-specific names, and what enables special parts of a type
     "aria_text": {"num_experts_per_tok": 2},
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"), LATENT),
     "codegen": {"rotary_dim": 4},
@@ -76,30 +73,26 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "xlnet": {"d_head": 8},
 }
-"""Sizes that have names of their own, and what switches a type's peculiarities on."""
 
 SEED = 1
-"""Of the weights. With 0, the sum that is the gradient of one number of Apertus' activation cancels almost, and stock
-float32 itself is 1.6e-5 off float64."""
+"""Weight seed. With 0 a gradient of Apertus' activation nearly cancels, and stock float32 is 1.6e-5 off float64."""
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
 def sizes_of(config: PretrainedConfig, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Those that the config has a field for."""
+    """Return the sizes that the config has a field for."""
     known = config.to_dict().keys() | config.attribute_map.keys()
     return {name: size for name, size in sizes.items() if name in known}
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
-    """Two layers of 32 numbers: one of each kind that the type has, everything random switched off."""
+    """Return a two-layer config of width 32: a layer of each kind, everything random switched off."""
     default = transformers.AutoConfig.for_model(model_type)
     fields = default.to_dict()
-    still = {
-        name: 0.0 for name, value in fields.items() if any(word in name for word in RANDOM) and isinstance(value, float)
-    }
+    random = (name for name, value in fields.items() if isinstance(value, float) and any(r in name for r in RANDOM))
     kinds = list(dict.fromkeys(fields.get("layer_types") or ()))
     layers = {"layer_types": [kinds[0], kinds[-1]]} if kinds else {}
-    given = sizes_of(default, SIZES) | still | layers | OF_TYPE.get(model_type, {}) | overrides
+    given = sizes_of(default, SIZES) | dict.fromkeys(random, 0.0) | layers | OF_TYPE.get(model_type, {}) | overrides
     return transformers.AutoConfig.for_model(model_type, **given)
 
 

@@ -1,4 +1,4 @@
-"""Attention written out: every sequence alone, every score explicit. What the packed op is held against."""
+"""Reference for the packed op: attention of every sequence alone, with explicit scores."""
 
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ def random_tensors(
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, cuts: tuple[float, float], shortest: int = 1) -> None:
-    """Set the gathered keys per token that are held at once, and those that a problem of its own must save."""
+    """Set the limit of gathered keys per token, and the saving that a separate problem requires."""
     gathered, saved = cuts
     limits = {"GATHERED_PER_TOKEN": gathered, "GATHERED_IN_BACKWARD": gathered / 2, "ALWAYS_GATHERED": 0}
     saving = {"SAVED_PER_TOKEN": saved, "SAVED_OVER_LIMIT": saved, "SHORTEST_IN_PLACE": shortest}
@@ -83,7 +83,7 @@ def attend_sequence(q_LHD, k_LGD, v_LGD, softmax_scale, window_size=-1, softcap=
 
 
 def dense_outcome(tensors: Tensors, batch: Batch, window_size: int = -1, softcap: float = 0.0) -> Outcome:
-    """Each sequence gathered by its tokens, not by the layout's own index maps; a shared token counts once."""
+    """Attend each sequence, gathered by its tokens without the layout's index maps; shared tokens count once."""
     layout = batch.layout()
     q, k, v, *sinks = leaves = tensors.leaves()
     out, seen = torch.zeros_like(tensors.grad_out), torch.zeros(len(q), dtype=torch.bool)

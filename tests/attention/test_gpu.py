@@ -49,16 +49,15 @@ SHORT = batch_of(
     *[((*TEMPLATE, *TURN[200:]), range(6000 + 100 * i, 6011 + 107 * i)) for i in range(20)],
     ((*TEMPLATE, *TURN[200:]), (6000, *range(9000, 9040))),
 )
-"""Two trunks below what all begin with, one of them with branches that branch; they would be copied ten times."""
+"""Two prompts of one template, one of them with nested branches; gathering would copy them ten times."""
 
 
 def replicated_outcome(
     tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: Kernel, softcap: float = 0.0
 ) -> Outcome:
-    """Every sequence with all of its rows through the same kernel, as remove-padding runs them.
+    """Run every sequence with all its rows through the kernel, as remove-padding does.
 
-    The loss reads each shared row's output in the first sequence that has it, as in the packed run; the gradients
-    of copies are added in float32 and rounded once.
+    The loss reads a shared row in the first sequence that has it; gradients of copies are summed in float32.
     """
     lengths, device = [len(tokens) - 1 for tokens in batch.sequences], tensors.q.device
     rows = torch.tensor([row for tokens in batch.sequences for row in sequence_rows(layout, tokens)], device=device)
@@ -76,7 +75,7 @@ def replicated_outcome(
 
 
 def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> None:
-    """Error norm at most 1.1x; the largest single error, one sample of a tail, at most 2x."""
+    """Check that the error norm is at most 1.1x, and the largest single error at most 2x."""
     for name in ("out", "dq", "dk", "dv"):
         want = getattr(exact, name)
         ours, theirs = (getattr(packed, name).float() - want).abs(), (getattr(replicated, name).float() - want).abs()
@@ -85,7 +84,6 @@ def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> Non
 
 
 def check(name, batch, heads=(16, 4), head_dim=128, window=-1, softcap=0.0, heads_first=False) -> Outcome:
-    """Hold packed attention against ``replicated_outcome`` of the same kernel."""
     layout, kernel = batch.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), batch, window, softcap)
@@ -97,28 +95,28 @@ def check(name, batch, heads=(16, 4), head_dim=128, window=-1, softcap=0.0, head
 @pytest.mark.parametrize("window", [-1, 64, 800], ids=["full", "window in response", "window across fork"])
 @pytest.mark.parametrize(
     ("name", "head_dim", "heads"),
-    # flash-attn 4 compiles for a minute or more for every shape that it has not seen.
+    # flash-attn 4 compiles each new shape for a minute or more.
     [gpu_case(name, *shape, slow=name == "flash_attn_4" and shape != SHAPES[0]) for name in NAMES for shape in SHAPES],
 )
-def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(name, head_dim, heads, window) -> None:
+def test_packed_bf16_is_as_exact_as_single_sequences(name, head_dim, heads, window) -> None:
     check(name, BATCH, heads, head_dim, window)
 
 
-CUTS = {"as told": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
+CUTS = {"default": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("heads_first", [False, True], ids=["as they are", "heads first"])
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tokens first", "heads first"])
 @every_kernel
-def test_gradients_are_as_exact_however_problems_are_cut(name, heads_first, cuts, monkeypatch) -> None:
+def test_gradients_are_as_exact_for_any_split_into_calls(name, heads_first, cuts, monkeypatch) -> None:
     cut(monkeypatch, cuts, shortest=plan.SHORTEST_IN_PLACE)
     packed = check(name, SHORT, heads_first=heads_first)
     assert all(x.transpose(0, 1).is_contiguous() == heads_first for x in (packed.dq, packed.dk, packed.dv))
 
 
 @gpu_kernels("flash_attn_4", "flash_attn_3", "flash_attn_2")
-@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
-def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone(name: str, batch: Batch) -> None:
+@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["prefixes in place", "all gathered"])
+def test_packed_softcap_is_as_exact_as_single_sequences(name: str, batch: Batch) -> None:
     if fault := softcap_fault(load_passes(name), 128, "cuda"):
         pytest.skip(f"{name} {fault}")
     check(name, batch, softcap=1.5)
@@ -130,10 +128,10 @@ def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone
     [
         pytest.param(SHORT, (16, 4), {"sinks": True}, -1, id="learned sinks"),
         pytest.param(SHORT, (16, 4), {"sinks": True}, 800, id="learned sinks and a window"),
-        pytest.param(BATCH, (8, 8), {"value_dim": 96}, -1, id="values narrower than keys, as in latent attention"),
+        pytest.param(BATCH, (8, 8), {"value_dim": 96}, -1, id="narrow values"),
     ],
 )
-def test_what_kernels_do_not_compute_by_themselves_is_as_exact(name, batch, heads, options, window) -> None:
+def test_sinks_and_narrow_values_are_exact(name, batch, heads, options, window) -> None:
     layout, kernel = batch.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_tokens, *heads, 128, 0, torch.bfloat16, "cuda", **options)
     exact = dense_outcome(tensors.to(torch.float32), batch, window)
@@ -144,7 +142,7 @@ def test_what_kernels_do_not_compute_by_themselves_is_as_exact(name, batch, head
 
 
 @every_kernel
-def test_gradients_are_the_same_to_the_bit_where_that_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_gradients_are_bit_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
@@ -158,14 +156,14 @@ def test_gradients_are_the_same_to_the_bit_where_that_is_asked_for(name: str, mo
     assert_equal(first, second, tolerance=0.0)
 
 
-def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
+def test_sdpa_on_a_gpu_is_exact() -> None:
     layout = BATCH.layout()
     tensors = random_tensors(layout.num_tokens, 4, 2, 16, seed=0, dtype=torch.float32, device="cuda")
     assert_equal(packed_outcome(tensors, layout, 64), dense_outcome(tensors, BATCH, 64), tolerance=1e-5)
 
 
 @every_kernel
-def test_changing_one_response_leaves_its_siblings_bit_equal(name: str) -> None:
+def test_changed_responses_leave_siblings_bit_equal(name: str) -> None:
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
     before = packed_outcome(tensors, layout, kernel=kernel).out
@@ -180,7 +178,7 @@ def test_changing_one_response_leaves_its_siblings_bit_equal(name: str) -> None:
 
 @every_kernel
 def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients(name: str) -> None:
-    """Norms kept in float32 hand float32 to a kernel that has none."""
+    """Norms in float32 pass float32 to a kernel that does not take it."""
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=2, dtype=torch.bfloat16, device="cuda")
     expected = packed_outcome(tensors, layout, kernel=kernel)

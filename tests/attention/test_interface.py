@@ -40,10 +40,8 @@ def call(module: nn.Module | None = None, **kwargs: Any) -> torch.Tensor:
 
 
 NO_EFFECT = {"use_cache": False, "cache_position": torch.arange(3), "position_ids": torch.arange(3), "sinks": None}
-# Decoders of experts hand the last on.
+# Decoders with experts pass the last on.
 NO_EFFECT |= {"dropout": 0.0, "is_causal": True, "output_attentions": False, "output_router_logits": True}
-
-
 SINKS = torch.zeros(4)
 
 
@@ -58,16 +56,15 @@ SINKS = torch.zeros(4)
     ],
     ids=["none", "scaling", "window", "softcap and sinks", "no effect"],
 )
-def test_keywords_and_the_layers_number_are_used_and_decoders_get_the_shape_they_reshape(keywords, options) -> None:
-    """Cached tokens lie in the cache by the number of their layer."""
-    asked, context = AttentionOptions(**{"softmax_scale": 8**-0.5, "layer_idx": 7, **options}), packed()
+def test_keywords_and_layer_index_are_used(keywords, options) -> None:
+    expected, context = AttentionOptions(**{"softmax_scale": 8**-0.5, "layer_idx": 7, **options}), packed()
     with patch.object(context, "attend", wraps=context.attend) as attend:
         out = call(**keywords, prefix_grouper=context)
-    assert attend.call_args.args[-1] == asked
+    assert attend.call_args.args[-1] == expected
     assert out.shape == (1, LAYOUT.num_tokens, 4, 8)
-    assert torch.equal(out, packed().attend_packed(TENSORS.q, TENSORS.k, TENSORS.v, asked).unsqueeze(0))
+    assert torch.equal(out, packed().attend_packed(TENSORS.q, TENSORS.k, TENSORS.v, expected).unsqueeze(0))
     with torch.autocast("cpu", torch.bfloat16):  # norms keep queries and keys in float32
-        assert packed().attend_packed(*(x.float() for x in TENSORS[:3]), asked).dtype == torch.bfloat16
+        assert packed().attend_packed(*(x.float() for x in TENSORS[:3]), expected).dtype == torch.bfloat16
 
 
 NO_LAYOUT = r"Layer \(layer 7\) runs with attention 'prefix_grouper_packed' but got no layout"
@@ -83,14 +80,14 @@ NO_LAYOUT = r"Layer \(layer 7\) runs with attention 'prefix_grouper_packed' but 
         (Layer(), {"position_bias": torch.zeros(4), "dropout": 0.5}, "needs attention dropout 0.5, position_bias, "),
     ],
 )
-def test_what_packed_attention_does_not_compute_is_refused_by_name(module, kwargs, message) -> None:
+def test_unsupported_attention_is_refused_by_name(module, kwargs, message) -> None:
     with pytest.raises(RuntimeError, match=message):
         call(module, **kwargs)
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 2, 4), (12, 3, 2), (12, 2, 3)])
-def test_heads_that_cannot_be_spread_are_named(heads, kv_heads, ranks, monkeypatch) -> None:
+def test_heads_that_cannot_be_spread_are_refused(heads, kv_heads, ranks, monkeypatch) -> None:
     rows = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), group=dist.group.WORLD)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
     query, key = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)

@@ -1,4 +1,4 @@
-"""The kernel of a process: chosen by name or by device, with a reason, and never replaced behind the user's back."""
+"""Kernel selection by name or by device: with a reason, and never replaced silently."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ Machine = Callable[..., None]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Pretends a GPU of some compute capability, or none, and installed packages."""
+    """Pretend a GPU of some compute capability, or none, and installed packages."""
 
     def pretend(capability: tuple[int, int] | None, *packages: str) -> None:
         monkeypatch.setattr(kernels.compat, "installed", lambda package: "1.0" if package in packages else None)
@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "capability", "packages", "taken", "reason"),
+    ("setting", "device", "capability", "packages", "taken", "reason"),
     [
         ("auto", "cpu", None, (), "sdpa", "++prefix_grouper.attention_kernel=auto on device cpu"),
         ("sdpa", "cpu", None, (), "sdpa", "++prefix_grouper.attention_kernel=sdpa"),
@@ -40,26 +40,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         ("auto", "cuda", (9, 0), FLASH[1:], "flash_attn_3", "flash_attn_4 needs flash-attn-4, which is not installed"),
         ("auto", "cuda", (9, 0), FLASH[2:], "flash_attn_2", "flash_attn_3 needs flash-attn-3, which is not installed"),
         ("auto", "cuda", (9, 0), (), "torch_varlen", "installed: pip install --no-build-isolation flash-attn"),
-        # of exactly the lowest capability that the chosen kernel needs
+        # exactly the lowest capability of the chosen kernel
         ("auto", "cuda", (8, 0), FLASH[:1], "torch_varlen", "flash_attn_4 needs compute capability (9, 0), this"),
     ],
 )
-def test_a_kernel_is_taken_by_name_or_the_fastest_here_and_says_why(
-    asked: str, device: str, capability: Any, packages: Any, taken: str, reason: str, machine: Machine, monkeypatch: Any
-) -> None:
-    """No other is imported or compiled, for capped scores either: flash-attn 4 takes minutes."""
+def test_kernel_selection(setting, device, capability, packages, taken, reason, machine, monkeypatch) -> None:
+    """No other kernel is imported or compiled, not even to test softcap: flash-attn 4 compiles for minutes."""
     tried: list[str] = []
     machine(capability, *packages)
     monkeypatch.setattr(kernels, "load_passes", lambda name: (tried.append(name), None))
-    monkeypatch.setattr(passes, "softcap_fault", lambda *asked: "")
-    kernel = kernels.select_kernel(asked, device, kernels.AttentionNeeds(softcap=kernels.KERNELS[taken].softcap))
+    monkeypatch.setattr(passes, "softcap_fault", lambda *_: "")
+    kernel = kernels.select_kernel(setting, device, kernels.AttentionNeeds(softcap=kernels.KERNELS[taken].softcap))
     assert kernel.name == taken
     assert reason in kernel.reason
     assert set(tried) == {taken}
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "capability", "packages", "message"),
+    ("setting", "device", "capability", "packages", "message"),
     [
         *[(name, "cpu", None, FLASH, f"{name} needs a cuda device, this is cpu: ++") for name in kernels.KERNELS][:-1],
         ("flash_attn_4", "cuda", (9, 0), (), "not installed: pip install --pre flash-attn-4"),
@@ -71,15 +69,15 @@ def test_a_kernel_is_taken_by_name_or_the_fastest_here_and_says_why(
         ("auto", "cuda", (7, 0), FLASH, "or set ++prefix_grouper.attention_kernel=sdpa (slow)"),
     ],
 )
-def test_what_cannot_run_here_is_refused_with_what_helps(asked, device, capability, packages, message, machine) -> None:
+def test_unavailable_kernels_are_refused_with_a_fix(setting, device, capability, packages, message, machine) -> None:
     machine(capability, *packages)
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        kernels.select_kernel(asked, device)
+        kernels.select_kernel(setting, device)
 
 
 @pytest.mark.parametrize("error", [ImportError("no such file"), AttributeError("'cutlass' has no attribute 'ThrMma'")])
-def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, error) -> None:
-    """The second is that of flash-attn 2's early copy of flash-attn 4 beside a newer cutlass."""
+def test_broken_installs_are_errors(machine, monkeypatch, error) -> None:
+    """The second error: flash-attn 2's early copy of flash-attn 4 with a newer cutlass."""
     machine((9, 0), *FLASH)
     monkeypatch.setattr(passes, "flash_attn_4", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall"):
@@ -87,23 +85,16 @@ def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, erro
 
 
 @pytest.mark.parametrize(("width", "windows", "fits"), [(128, 1, 1), (256, 0, 1), (256, 1, 0), (192, 0, 0)])
-def test_on_blackwell_flash_attn_4_takes_fewer_widths(width: int, windows: int, fits: int, machine: Machine) -> None:
+def test_flash_attn_4_takes_fewer_widths_on_blackwell(width: int, windows: int, fits: int, machine: Machine) -> None:
     for capability, taken in (((9, 0), True), ((10, 0), fits)):
         machine(capability, "flash-attn-4")
         needs = kernels.AttentionNeeds(frozenset({(width, 128)}), windows=bool(windows))
         assert (kernels.kernel_obstacle("flash_attn_4", "cuda", needs) == "") == taken
 
 
-@pytest.mark.parametrize(
-    ("dims", "unmet"),
-    [
-        ((256, 256), ""),
-        ((264, 128), "takes head dims up to 256 in steps of 8, the model has 264"),
-        ((128, 100), ""),
-        ((100, 96), "takes head dims up to 256 in steps of 8, the model has 100"),
-    ],
-)
-def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], unmet: str) -> None:
+@pytest.mark.parametrize(("dims", "unfit"), [((256, 256), 0), ((264, 128), 264), ((128, 100), 0), ((100, 96), 100)])
+def test_the_wider_of_keys_and_values_must_fit(dims: tuple[int, int], unfit: int) -> None:
+    unmet = f"takes heads of up to 256 numbers in steps of 8, the model's have {unfit}" if unfit else ""
     needs = kernels.AttentionNeeds(head_dims=frozenset({dims}))
     assert kernels.KERNELS["flash_attn_2"].unmet(needs) == unmet
     assert kernels.setting_obstacle("auto", "cpu", needs) == ""
@@ -128,17 +119,17 @@ def outcome(pair: passes.Passes, tensors: list[torch.Tensor], p: Varlen) -> list
 
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_torchs_kernel_for_cpus_computes_what_is_written_out(options, dtype, monkeypatch) -> None:
-    """Segments of a query alone, a square one, more keys than queries; where not causal also one of each alone."""
+def test_cpu_kernel_matches_the_written_out_passes(options, dtype, monkeypatch) -> None:
+    """Segments of one query, square ones, and more keys than queries; without a causal mask also empty sides."""
     lengths = ([5, 1, 3, 2, 0], [5, 4, 9, 0, 2]) if options == {"causal": False} else ([5, 1, 3], [5, 4, 9])
     p, generator = problem(*lengths, **options), torch.Generator().manual_seed(0)
     sizes = [(sum(lengths[0]), 4), (sum(lengths[1]), 2), (sum(lengths[1]), 2), (sum(lengths[0]), 4)]
     tensors = [torch.randn(*size, 8, generator=generator).to(dtype) for size in sizes]
-    found = outcome(passes.sdpa(), tensors, p)
+    actual = outcome(passes.sdpa(), tensors, p)
     written_out = passes._written_out_forward, passes._written_out_backward, 2
     monkeypatch.setattr(passes, "_of_segment", lambda q, p: written_out)
     rtol = 1e-12 if dtype == torch.float64 else 0.02
-    torch.testing.assert_close(found, outcome(passes.sdpa(), tensors, p), rtol=rtol, atol=rtol)
+    torch.testing.assert_close(actual, outcome(passes.sdpa(), tensors, p), rtol=rtol, atol=rtol)
 
 
 def of_flash_attn_3(given: dict[str, Any], causal: bool) -> Varlen:
@@ -152,7 +143,7 @@ def flash_attn_3_forward(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
     causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
 ):  # fmt: skip
-    """With the signature of upstream's (commit 01afd16), computing with sdpa."""
+    """Compute with sdpa, with upstream's signature (commit 01afd16)."""
     return (*FORWARD(q, k, v, of_flash_attn_3(locals(), causal)), None, None)
 
 
@@ -173,7 +164,7 @@ def install_flash_attn_3(monkeypatch: pytest.MonkeyPatch, forward: Any, backward
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}, {"softcap": 3.0}], ids=str)
-def test_flash_attn_3_is_called_as_its_builds_define_it(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_3_is_called_by_its_signature(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     install_flash_attn_3(monkeypatch, flash_attn_3_forward, flash_attn_3_backward)
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     p = problem([5, 1, 3], [5, 4, 9], **options)
@@ -182,13 +173,10 @@ def test_flash_attn_3_is_called_as_its_builds_define_it(options: dict, monkeypat
         assert torch.equal(got, want)
 
 
-def test_an_early_build_of_flash_attn_3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_flash_attn_3_builds_and_softcap_on_torch_varlen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install_flash_attn_3(monkeypatch, lambda q, k, v, window_size=(-1, -1): None, None)
     with pytest.raises(RuntimeError, match=r"flash_attn_3 .* cannot be imported \(an early build"):
         kernels.load_passes("flash_attn_3")
-
-
-def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
     forward, _ = passes.torch_varlen()
     q = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"no softcap; .*\+\+prefix_grouper\.attention_kernel=flash_attn_2"):
@@ -201,7 +189,7 @@ def without_caps(*tensors: Any) -> Any:
 
 
 def scores_times_cap(*tensors: Any) -> Any:
-    """As flash-attn 2.8.3 does, built without capped scores."""
+    """Compute what flash-attn 2.8.3 does without softcap in its build."""
     *tensors, p = tensors
     return without_caps(*tensors, p._replace(softmax_scale=p.softmax_scale * p.softcap))
 
@@ -229,14 +217,14 @@ def in_bf16(*tensors: Any) -> Any:
         ((no_numbers, BACKWARD), False),
     ],
 )
-def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(pair, caps, head_dim) -> None:
+def test_kernels_that_do_not_cap_scores_are_detected(pair, caps, head_dim) -> None:
     with torch.inference_mode():
         fault = softcap_fault(pair, head_dim, "cpu")
     assert (fault == "") == caps
 
 
-def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that raises is passed over by auto, and named; the widest heads are tried."""
+def test_softcap_models_refuse_kernels_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``auto`` skips and names a kernel that raises; the widest heads are tried."""
     needs = kernels.AttentionNeeds(head_dims=frozenset({(64, 32), (96, 128)}), softcap=True)
     raises = Mock(side_effect=AssertionError("this build does not support softcap"))
     pairs = {"raises": (raises, BACKWARD), "uncapped": (without_caps, without_caps), "sdpa": passes.sdpa()}
@@ -252,8 +240,5 @@ def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypat
     with pytest.raises(RuntimeError, match=r"uncapped does not cap scores.*: pip install it"):
         kernels.select_kernel("uncapped", "cpu", needs)
     assert kernels.select_kernel("uncapped", "cpu").name == "uncapped"
-
-
-def test_memory_that_ends_while_looking_is_no_fault_of_the_kernel() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         softcap_fault((Mock(side_effect=torch.OutOfMemoryError), BACKWARD), 64, "cpu")

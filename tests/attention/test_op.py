@@ -1,4 +1,4 @@
-"""The op equals attention of every sequence alone, in float64 to 1e-10, however it cuts its problems."""
+"""The op equals attention of every sequence alone, in float64 to 1e-10, for any split into kernel calls."""
 
 import weakref
 from dataclasses import replace
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
-from tests.layout.tries import Batch, Key, batch_of, batches, cut_at_cost, lay_out, part_keys
+from tests.layout.tries import Key, batch_of, batches, cut_at_cost, lay_out, part_keys
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
@@ -44,9 +44,7 @@ CUTS = st.sampled_from([(4, 3), (0.5, 0.0), (0.5, 1e9), (100, 0.0), (4, 1.0)])
     st.integers(0, 999),
 )
 @settings(max_examples=150)
-def test_random_trees_attend_like_their_sequences_alone(
-    batch: Batch, heads: tuple[int, int], window: int, softcap: float, sinks: bool, value_dim: int, cuts: Any, seed: int
-) -> None:
+def test_random_trees_match_single_sequences(batch, heads, window, softcap, sinks, value_dim, cuts, seed) -> None:
     layout, shape = batch.layout(), {"head_dim": 4, "value_dim": value_dim, "sinks": sinks}
     tensors = random_tensors(layout.num_tokens, *heads, seed=seed, dtype=torch.float64, **shape)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -68,13 +66,13 @@ CHUNKED = {
 @pytest.mark.parametrize(("window", "sinks"), [(-1, False), (-1, True), (5, True)])
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
 @pytest.mark.parametrize("batch", CHUNKED.values(), ids=CHUNKED)
-def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, window, sinks, cuts, monkeypatch) -> None:
-    """In training order, with at most so many sequences each: pending gradients reach the chunk that owns the token."""
+def test_chunks_of_a_split_group_match_the_whole_group(batch, most, window, sinks, cuts, monkeypatch) -> None:
+    """In training order: pending gradients reach the chunk that owns the token."""
     cut(monkeypatch, cuts)
     whole, row_of = batch.layout(), {key: row for row, (_, key) in enumerate(part_keys(batch, 0))}
     tensors = random_tensors(whole.num_tokens, 4, 2, 4, seed=0, dtype=torch.float64, sinks=sinks)
-    expected = dense_outcome(tensors, batch, window)  # its scale is that of four numbers
-    found = [torch.full_like(x, torch.nan) for x in (expected.out, expected.dq, expected.dk, expected.dv)]
+    expected = dense_outcome(tensors, batch, window)  # the scale for a head_dim of 4
+    results = [torch.full_like(x, torch.nan) for x in (expected.out, expected.dq, expected.dk, expected.dv)]
     dsinks = torch.zeros_like(tensors.sinks) if sinks else None
     cache, options = PrefixCache(), AttentionOptions(0.5, window, 0.0, 3, tensors.sinks)
 
@@ -87,7 +85,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, wi
         if not out.requires_grad:
             return []
         gradients = torch.autograd.grad(out, [*leaves, *sinks_H], tensors.grad_out[rows])
-        for total, part in zip(found, (out.detach(), *gradients), strict=False):
+        for total, part in zip(results, (out.detach(), *gradients), strict=False):
             total[rows] = part
         return list(gradients[3:])
 
@@ -104,7 +102,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, wi
         for gradient in run(layout, part.own_keys, access):
             dsinks += gradient
     assert not cache.num_tokens
-    assert_equal(type(expected)(*found, dsinks), expected)
+    assert_equal(type(expected)(*results, dsinks), expected)
 
 
 def recorded() -> Any:
@@ -112,17 +110,17 @@ def recorded() -> Any:
 
 
 def problems(calls: Mock) -> list[tuple[int, Varlen]]:
-    """How many keys each call got, and its problem."""
+    """Return the number of keys and the problem of each call."""
     keys_at = 1 if len(calls.call_args.args) == 4 else 2  # queries come first, and in a backward their gradient
     return [(len(call.args[keys_at]), call.args[-1]) for call in calls.call_args_list]
 
 
-def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
-    """sdpa does not look at it; flash-attn leaves out what lies behind."""
+def test_max_seqlens_of_the_forward_are_exact() -> None:
+    """flash-attn ignores tokens beyond them; sdpa does not read them."""
     layout, kernel = GROUP.layout(), recorded()
     packed_outcome(random_tensors(layout.num_tokens, 2, 2, 8, seed=7, dtype=torch.float64), layout, kernel=kernel)
     ((_, problem),) = problems(kernel.forward)
-    assert (problem.max_seqlen_q, problem.max_seqlen_k) == (11, 11 + 7), "the prompt but its last; the longest response"
+    assert (problem.max_seqlen_q, problem.max_seqlen_k) == (11, 11 + 7), "prompt but its last token; longest response"
 
 
 MANY = batch_of(*[((*PROMPT, *range(60)), (1000 + i, 7, i)) for i in range(40)])
@@ -132,8 +130,7 @@ BF16 = TENSORS.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [-1, 72])
-def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window, monkeypatch) -> None:
-    """A window of all keys but one hides none from a segment."""
+def test_gathered_keys_stay_within_the_limit_per_token(window, monkeypatch) -> None:
     cut(monkeypatch, (4, 1e9))
     kernel = recorded()
     assert_equal(packed_outcome(TENSORS, LAYOUT, window, kernel=kernel), dense_outcome(TENSORS, MANY, window))
@@ -143,12 +140,12 @@ def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window
         assert sum(keys for keys, _ in calls) == len(LAYOUT.kv_index) > 10 * LAYOUT.num_tokens
 
 
-def test_what_a_call_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_keys_are_freed_before_the_next_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, (4, 1e9))
     gathered, gather = [], VarlenCall.read
 
     def gather_alone(call: VarlenCall, *tensors: torch.Tensor) -> Any:
-        assert [of for of in gathered if of() is not None] == []
+        assert [ref for ref in gathered if ref() is not None] == []
         return gather(call, *tensors)
 
     def backward(*given: Any) -> None:
@@ -160,8 +157,7 @@ def test_what_a_call_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pyt
     assert len(gathered) > 2 * 8
 
 
-def test_a_backward_gathers_no_key_of_a_prompt_and_reads_it_by_no_other_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries without keys, and keys of nobody, would be filled with zeros and added up."""
+def test_backward_reads_the_prompt_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, gathers = recorded(), []
     monkeypatch.setattr(Gather, "sum", lambda *args, **options: gathers.append(args))
     packed_outcome(TENSORS, LAYOUT, kernel=kernel)
@@ -173,8 +169,8 @@ def test_a_backward_gathers_no_key_of_a_prompt_and_reads_it_by_no_other_token(mo
 
 
 @pytest.mark.parametrize("cuts", [(4, 3), (4, 1e9), (0.5, 0.0)], ids=str)
-def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(cuts, monkeypatch) -> None:
-    """In bf16, where sums in float32 are rounded into memory of their own."""
+def test_heads_first_gradients_are_the_same(cuts, monkeypatch) -> None:
+    """In bf16, where float32 sums are rounded into separate memory."""
     cut(monkeypatch, cuts)
     expected = packed_outcome(BF16, LAYOUT)
     actual = packed_outcome(BF16, LAYOUT, kernel=replace(SDPA, heads_first=True))
@@ -193,7 +189,7 @@ def test_gradients_of_many_calls_are_rounded_once(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_same_to_the_bit(keeps: bool) -> None:
+def test_checkpointed_layers_keep_gradients_to_the_bit(keeps: bool) -> None:
     """Two calls in a layer, as in LongCat Flash, and two backwards of one graph."""
     layout, kernel = GROUP.layout(), recorded()
     tensors = random_tensors(layout.num_tokens, 2, 2, 8, seed=0, dtype=torch.float32, sinks=True)
@@ -210,13 +206,13 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
     context.checkpoint = checkpoints.run
     out = checkpoint_layer(partial(layer, prefix_grouper=context), *leaves)
     for forwards in (4, 4) if keeps else (6, 8):
-        found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        gradients = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
         assert kernel.forward.call_count == forwards
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, gradients, expected))
 
 
-def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
-    """The call in front would get the output of the one behind; torch's own check sees the sizes that it expects."""
+def test_extra_attention_calls_in_recomputation_are_an_error() -> None:
+    """The first call would get the output of another; torch's own check sees the expected sizes."""
     tensors = random_tensors(GROUP.layout().num_tokens, 2, 2, 8, seed=0, dtype=torch.float32)
     record, calls = CheckpointRecord(None, lambda: None), iter(([1], [2, 1]))
     context = PackedAttention(GROUP.layout(), SDPA).with_record(record)
@@ -232,7 +228,7 @@ def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
         out.sum().backward()
 
 
-def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
+def test_indices_are_cached_by_their_arguments() -> None:
     context, made = PackedAttention(GROUP.layout(), SDPA), Mock(side_effect=lambda layout, width: (layout, width))
     assert [context.index(made, width) for width in (3, 3, 4)] == [(context.layout, width) for width in (3, 3, 4)]
     assert made.call_count == 2

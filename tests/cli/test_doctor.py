@@ -1,4 +1,4 @@
-"""``python -m verl_pg_plugin doctor``: what it says of a machine and of overrides, and its exit codes."""
+"""``doctor``: its checks of a machine and of overrides, and its exit codes."""
 
 import json
 import resource
@@ -36,8 +36,7 @@ class Theirs(BaseEngine): ...
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a worker of verl finds: all well, an engine of ours that does not import, a plugin in our place, and a
-    variable that asks for another device's engines."""
+    """Reports of four workers: healthy, an engine that does not import, a rival plugin, another VERL_ENGINE_DEVICE."""
     folder = tmp_path_factory.mktemp("rival")
     metadata = folder / "rival-1.0.dist-info"
     metadata.mkdir()
@@ -53,7 +52,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that leave nothing to object to."""
     path = config_support.save_checkpoint(tmp_path_factory.mktemp("qwen3"))
     return [
         *config_support.runnable(path),
@@ -72,7 +70,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Composing verl's config anew takes a second each time."""
+    """Composing verl's config takes a second."""
     monkeypatch.setattr(overrides, "initialize_config_dir", lambda *args, **kwargs: nullcontext())
     monkeypatch.setattr(overrides, "compose", lambda name, overrides: config_support.compose_config(*overrides))
 
@@ -86,7 +84,7 @@ def line_of(lines: list[Check], what: str) -> Check:
     return line
 
 
-def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(capsys, processes, monkeypatch) -> None:
+def test_healthy_machines_are_ready(capsys, processes, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "fresh_process", lambda: processes[0])
     assert main(["doctor", "--full"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -98,11 +96,11 @@ def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(c
     assert "With these overrides" not in lines
 
 
-def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, packed, monkeypatch) -> None:
+def test_failures_print_their_fix_and_exit_with_1(capsys, packed, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "fresh_process", lambda: PROCESS)
     key = f"{MODEL}.fused_kernel_options.impl_backend"
-    asked = ["+prefix_grouper.logits_chunk_size=abc", f"{MODEL}.use_fused_kernels=True", f"{key}=cutlass"]
-    assert main(["doctor", *packed, *asked]) == 1
+    wrong = ["+prefix_grouper.logits_chunk_size=abc", f"{MODEL}.use_fused_kernels=True", f"{key}=cutlass"]
+    assert main(["doctor", *packed, *wrong]) == 1
     lines = capsys.readouterr().out.splitlines()
     (place,) = (i for i, line in enumerate(lines) if f"{key}=cutlass" in line)
     assert lines[place].startswith("  FAIL")
@@ -111,7 +109,7 @@ def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, 
     assert lines[-1] == "prefix sharing: not ready (2 problems)"
 
 
-def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same_checks(capsys) -> None:
+def test_warnings_exit_with_0_and_json_has_the_same_checks(capsys) -> None:
     warned, failed = Check(WARN, "a", "slow", "faster"), Check(FAIL, "b", "x" * 300, "y" * 300)
     assert doctor.show([("Title", [warned]), ("Empty", [])]) == 0
     assert capsys.readouterr().out == "Title\n  WARN  a  slow\n        fix: faster\nprefix sharing: ready\n"
@@ -120,9 +118,9 @@ def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same
     assert doctor.show([("Title", [failed])]) == 1
     assert capsys.readouterr().out.splitlines()[1:3] == [f"  FAIL  b  {failed.text}", f"        fix: {failed.fix}"]
     assert doctor.show([("Title", [warned, failed])], as_json=True) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["ready"], told["problems"]) == (False, 1)
-    assert told["checks"] == [{"section": "Title", **asdict(check)} for check in (warned, failed)]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ready"], report["problems"]) == (False, 1)
+    assert report["checks"] == [{"section": "Title", **asdict(check)} for check in (warned, failed)]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same
         (f"{ACTOR}.no_such_key=1", f"Could not override '{ACTOR}.no_such_key'"),
     ],
 )
-def test_every_kind_of_wrong_override_is_one_line(override: str, message: str) -> None:
+def test_wrong_overrides_are_one_line_errors(override: str, message: str) -> None:
     with pytest.raises(CommandError) as caught:
         compose_config([override])
     assert message in str(caught.value)
@@ -145,7 +143,7 @@ def test_every_kind_of_wrong_override_is_one_line(override: str, message: str) -
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--json"]])
-def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: list[str]) -> None:
+def test_help_and_doctor_are_fast_and_quiet(arguments: list[str]) -> None:
     """Two seconds of CPU: an import of verl or torch takes more."""
     command = [sys.executable, "-m", "verl_pg_plugin", *arguments]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -153,22 +151,25 @@ def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: li
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
     if "--json" in arguments:
-        told = json.loads(done.stdout)
-        assert told["ready"]
-        found = {(check["section"], check["what"]): check["text"] for check in told["checks"]}
-        assert found["Versions", "flash-attn"] in ("not installed (optional)", compat.installed("flash-attn"))
+        report = json.loads(done.stdout)
+        assert report["ready"]
+        texts = {(check["section"], check["what"]): check["text"] for check in report["checks"]}
+        assert texts["Versions", "flash-attn"] in ("not installed (optional)", compat.installed("flash-attn"))
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_a_plugin_that_fails_here_or_there_or_finds_its_place_taken_is_reported(capsys, processes, monkeypatch) -> None:
-    """verl says so at DEBUG only, and trains without sharing."""
-    _, broken, rival, _ = processes
+def test_broken_or_replaced_plugins_are_reported(capsys, processes, monkeypatch) -> None:
+    """verl logs this at DEBUG only and trains without sharing."""
+    _, broken, rival, other = processes
     (line,) = bad(doctor.process_lines(broken))
     assert (line.what, line.fix) == ("plugin verl_pg_plugin", doctor.REGISTER_FIX)
     assert "import of verl_pg_plugin.engine.engine halted" in line.text
     line = line_of(bad(doctor.process_lines(rival)), "plugin verl_pg_plugin")
     assert "rival_plugin.Theirs is already registered as verl's language_model engine for ('cuda'" in line.text
     assert "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin" in line.text
+    lines = bad([Check(**engine) for engine in other["engines"]])
+    assert [line.what for line in lines] == [f"{m}_model {s}" for m in ("language", "value") for s in ("fsdp", "fsdp2")]
+    assert "unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR" in lines[0].text
     monkeypatch.setattr(doctor, "fresh_process", lambda: {**PROCESS})
     monkeypatch.setattr(doctor, "register", lambda: 1 / 0)
     assert main(["doctor", "--full"]) == 1
@@ -178,7 +179,7 @@ def test_a_plugin_that_fails_here_or_there_or_finds_its_place_taken_is_reported(
     assert "keeps verl from loading it" in line.text
 
 
-def test_packages_outside_the_supported_range_or_without_a_name_are_named(tmp_path: Path, monkeypatch) -> None:
+def test_unsupported_versions_and_missing_names_are_reported(tmp_path: Path, monkeypatch) -> None:
     assert bad(doctor.version_lines()) == []
     old = tmp_path / "transformers-5.6.0.dist-info"
     old.mkdir()
@@ -195,13 +196,13 @@ def test_packages_outside_the_supported_range_or_without_a_name_are_named(tmp_pa
     assert (line.text, line.fix) == ("torch 2.20: a.b is gone; needed for c", "pip install 'torch<2.14'")
 
 
-def test_a_machine_without_gpu_fails_unless_a_cluster_may_have_some(packed, processes, monkeypatch, capsys) -> None:
+def test_missing_gpus_fail_unless_a_cluster_may_have_some(packed, processes, monkeypatch, capsys) -> None:
     assert bad(doctor.installed_lines()) == []
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     (line,) = bad(doctor.installed_lines())
     full = line_of(bad(doctor.process_lines(processes[2])), "GPU")
     assert (line.status, line.what, line.fix) == (full.status, full.what, full.fix) == (FAIL, "GPU", doctor.NO_GPU_FIX)
-    assert overrides.selected_kernel("cuda") == [], "said once"
+    assert overrides.selected_kernel("cuda") == [], "reported once"
     process = {**PROCESS, "platform": {**PLATFORM, "status": FAIL, "fix": doctor.NO_GPU_FIX}}
     monkeypatch.setattr(doctor, "fresh_process", lambda: process)
     assert main(["doctor", *packed, "ray_kwargs.ray_init.address=auto"]) == 0
@@ -210,30 +211,24 @@ def test_a_machine_without_gpu_fails_unless_a_cluster_may_have_some(packed, proc
     assert bad(doctor.installed_lines()) == []
 
 
-def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_that_verl_does_not_load_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other")
     for lines in (doctor.installed_lines(), doctor.process_lines(PROCESS)):
         (line,) = bad(lines)
         assert line.fix == "unset VERL_USE_EXTERNAL_PLUGINS, or add verl_pg_plugin to it"
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, verl_pg_plugin")
     assert bad(doctor.installed_lines()) == []
-    monkeypatch.setattr(doctor, "entry_points", lambda **asked: ())
+    monkeypatch.setattr(doctor, "entry_points", lambda **_: ())
     assert "pip install <folder of this repository>" in bad(doctor.installed_lines())[0].fix
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_pg_plugin")
     assert bad(doctor.installed_lines()) == []
-
-
-def test_environment_variables_that_put_another_engine_in_force_are_named(processes) -> None:
-    lines = bad([Check(**engine) for engine in processes[3]["engines"]])
-    assert [line.what for line in lines] == [f"{m}_model {s}" for m in ("language", "value") for s in ("fsdp", "fsdp2")]
-    assert "unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR" in lines[0].text
 
 
 @pytest.mark.parametrize(
     ("script", "error"),
     [("import os; os.kill(os.getpid(), 9)", "ended with -9"), ("import time; time.sleep(60)", "more than 1 s")],
 )
-def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, monkeypatch) -> None:
+def test_hanging_or_killed_imports_of_verl_fail(script: str, error: str, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "SCRIPT", "print('noise'); print('{\"device\": \"cpu\"}')")
     assert doctor.fresh_process() == {"device": "cpu"}
     monkeypatch.setattr(doctor, "SCRIPT", script)
@@ -242,7 +237,7 @@ def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, mon
     assert error in line.text
 
 
-def test_mode_kernel_and_compiled_layers_follow_the_overrides(packed: list[str]) -> None:
+def test_mode_kernel_and_compilation_follow_the_overrides(packed: list[str]) -> None:
     lines = run_lines(compose_config(packed))
     assert (bad(lines), line_of(lines, "mode").text[:8]) == ([], "packed (")
     assert line_of(lines, "attention kernel").text.startswith("sdpa (")
@@ -257,7 +252,7 @@ def test_mode_kernel_and_compiled_layers_follow_the_overrides(packed: list[str])
     assert "which only model_engine=dp" in bad(run_lines(compose_config([*packed, "model_engine=megatron"])))[0].text
 
 
-def test_a_config_of_another_entry_point_can_be_named_if_a_ppo_trainer_reads_it(packed, capsys, monkeypatch) -> None:
+def test_configs_of_other_ppo_entry_points_are_read(packed, capsys, monkeypatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(doctor, "fresh_process", lambda: PROCESS)
     folder = str(Path(verl.__file__).parent / "experimental/fully_async_policy/config")

@@ -1,4 +1,4 @@
-"""``python -m verl_pg_plugin estimate``: counts of lengths, a data set or rollouts, and the nearest measured update."""
+"""``estimate``: counts from lengths, a data set or rollouts, and the nearest measured update."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def estimate(capsys, model: str) -> Estimate:
-    """What the command writes, or the one line of its error."""
+    """Run the command; return its output or its one-line error."""
 
     def run(arguments: str, model: object = model) -> str:
         code = main(["estimate", "--model", str(model), *arguments.split()])
@@ -49,12 +49,12 @@ def estimate(capsys, model: str) -> Estimate:
 
 
 def tokens_of(out: str) -> tuple[int, int]:
-    (found,) = re.findall(r"^tokens: ([\d,]+) in total, ([\d,]+) computed, dedup ratio", out, re.MULTILINE)
-    total, computed = (int(number.replace(",", "")) for number in found)
+    (numbers,) = re.findall(r"^tokens: ([\d,]+) in total, ([\d,]+) computed, dedup ratio", out, re.MULTILINE)
+    total, computed = (int(number.replace(",", "")) for number in numbers)
     return total, computed
 
 
-def test_counts_of_lengths_are_those_of_the_packed_layout(estimate: Estimate, model: str) -> None:
+def test_counts_of_lengths_match_the_packed_layout(estimate: Estimate, model: str) -> None:
     prompt, responses = np.arange(64), np.arange(100, 108)
     tokens = np.concatenate([np.append(prompt, np.full(16, response)) for response in responses])
     layout = Sequences(tokens, np.arange(0, 8 * 80 + 1, 80), np.full(8, 64)).build_layout()
@@ -64,9 +64,7 @@ def test_counts_of_lengths_are_those_of_the_packed_layout(estimate: Estimate, mo
     assert tokens_of(out) == (layout.num_total_tokens, layout.num_tokens) == (8 * 80, 63 + 8 * 16)
     of_flops = f"{total:.3g} in total, {computed:.3g} computed, FLOP ratio {total / computed:.2f}"
     assert f"FLOPs of a forward: {of_flops}\n" in out
-
-
-def test_lengths_need_no_arrays_of_tokens_and_too_many_sequences_are_refused(estimate: Estimate) -> None:
+    # Larger lengths need no arrays of tokens.
     out = estimate("--prompt 1000000000 --response 1000000000 --n 8")
     assert tokens_of(out) == (16 * 10**9, 9 * 10**9 - 1)
     assert "-" not in out[out.index("FLOPs") : out.index("FLOP ratio")], "a number of pairs overflows"
@@ -76,7 +74,7 @@ def test_lengths_need_no_arrays_of_tokens_and_too_many_sequences_are_refused(est
             estimate(f"--prompt 64 --response {wrong}")
 
 
-def test_the_nearest_measured_update_is_one_of_the_data_and_not_called_a_prediction(estimate: Estimate) -> None:
+def test_nearest_measured_update_is_in_the_data(estimate: Estimate) -> None:
     measured = set()
     for row in csv.DictReader(UPDATES.open()):
         if row["path"] == "packed" and row["phase"] == "update_actor" and row["device"] == "NVIDIA H200":
@@ -87,14 +85,12 @@ def test_the_nearest_measured_update_is_one_of_the_data_and_not_called_a_predict
             ratio = float(row["total_tokens"]) / float(row["computed_tokens"])
             measured.add((name, round(ratio, 2), round(float(row["speedup"]), 2)))
     assert {(name, *figures) for name, figures in MEASURED.items()} <= measured
-    near = "measured, not predicted: Qwen3-4B, prompt"
-    assert f"{near} 8192, response 1024, n 8: dedup ratio 4.50, update 5.48x as fast" in estimate(
-        "--prompt 8000 --response 1000"
-    )
+    near, lengths = "measured, not predicted: Qwen3-4B, prompt", "--prompt 8000 --response 1000"
+    assert f"{near} 8192, response 1024, n 8: dedup ratio 4.50, update 5.48x as fast" in estimate(lengths)
     assert f"{near} 4096, response 1024, n 1: dedup ratio 1.00" in estimate(f"{LENGTHS} --n 1")
 
 
-def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(estimate: Estimate, tmp_path: Path) -> None:
+def test_data_sets_use_the_chat_template_and_share_its_preamble(estimate: Estimate, tmp_path: Path) -> None:
     prompts = [[{"role": "user", "content": content}] for content in ("b c", "b d", "c", "a b c d")]
     pq.write_table(pa.table({"prompt": prompts, "number": [1, 2, 3, 4]}), tmp_path / "data.parquet")
     data = f"--data {tmp_path}/data.parquet --response 4 --n 2 --groups 3"
@@ -106,17 +102,17 @@ def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(estim
     pq.write_table(pa.table({"prompt": same}), tmp_path / "same.parquet")
     assert tokens_of(estimate(data.replace("data.parquet", "same.parquet"))) == (6 * 9, 4 + 6 * 4)
     for column in ("messages", "number"):
-        told = estimate(f"{data} --prompt-key {column}")
-        assert told.startswith(f"error: --data={tmp_path}/data.parquet --prompt-key={column}: ")
-        assert told.endswith(" Fix: a parquet file, and its column of messages\n")
+        error = estimate(f"{data} --prompt-key {column}")
+        assert error.startswith(f"error: --data={tmp_path}/data.parquet --prompt-key={column}: ")
+        assert error.endswith(" Fix: a parquet file, and its column of messages\n")
     refusing = save_checkpoint(tmp_path)
     save_tokenizer(refusing, preamble="{{ raise_exception('no user') }}")
     assert "TemplateError: no user. Fix: " in estimate(data, refusing)
 
 
-def test_rollouts_of_verl_share_what_their_text_shares(estimate: Estimate, tmp_path: Path) -> None:
+def test_rollouts_share_equal_text(estimate: Estimate, tmp_path: Path) -> None:
     lines = [
-        {"input": "a b", "output": "c\u2028d", "uid": "x_0_0", "score": 1.0},  # which ends no line
+        {"input": "a b", "output": "c\u2028d", "uid": "x_0_0", "score": 1.0},  # \u2028 is no line break in JSON lines
         {"input": "a b", "output": "", "uid": "x_1_0", "score": 0.0},
         {"input": "c", "output": "c c c", "uid": "y_0_0", "score": 0.0},
     ]
@@ -127,11 +123,9 @@ def test_rollouts_of_verl_share_what_their_text_shares(estimate: Estimate, tmp_p
     assert "3 sequences of 10.jsonl, as text without special tokens\n" in out
     assert tokens_of(out) == ((2 + 2) + (2 + 1) + (1 + 3), (1 + 2) + 1 + 3)
     assert tokens_of(estimate(f"--rollouts {tmp_path} --groups 1")) == (4 + 3, 3 + 1)
-
-
-def test_rollouts_of_turns_share_earlier_responses(estimate: Estimate, tmp_path: Path) -> None:
+    # Later turns share earlier responses.
     turns = [{"input": "a", "output": "b c", "uid": "x_0_0"}, {"input": "a b c d", "output": "d", "uid": "x_0_1"}]
-    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    (tmp_path / "11.jsonl").write_text("\n".join(map(json.dumps, turns)))
     assert tokens_of(estimate(f"--rollouts {tmp_path}")) == (3 + 5, 4)
 
 
@@ -145,31 +139,27 @@ def test_rollouts_of_turns_share_earlier_responses(estimate: Estimate, tmp_path:
         ("--data {folder}/3.jsonl --response 8", "{}", "3.jsonl --prompt-key=prompt: ArrowInvalid"),
         ("--rollouts no_such_folder", "", "--rollouts=no_such_folder: no lines with input and output"),
         ("--rollouts {folder}/..", "", "Fix: the folder that a run named as trainer.rollout_data_dir"),
-        ("--rollouts {folder}", "", "3.jsonl: no lines with input and output"),
-        ("--rollouts {folder}", "[]\n", "3.jsonl: no lines with input and output"),
-        ("--rollouts {folder}", '{"uid": "x', "3.jsonl: no lines with input and output"),
-        ("--rollouts {folder}", "\n{}\n", "3.jsonl: no lines with input and output"),
-        ("--rollouts {folder}", '{"input": 1, "output": "c"}', "3.jsonl: no lines with input and output"),
-        ("--rollouts {folder}", '{"input": "", "output": "c"}', "prompts need at least one token"),
+        *(
+            ("--rollouts {folder}", dump, "3.jsonl: no lines with input and output")
+            for dump in ("", "[]\n", '{"uid": "x', "\n{}\n", '{"input": 1, "output": "c"}')
+        ),
+        ("--rollouts {folder}", '{"input": "", "output": "c"}', "it needs prompts of at least one token"),
     ],
 )
-def test_what_is_missing_is_named(estimate: Estimate, tmp_path: Path, arguments: str, dump: str, message: str) -> None:
+def test_missing_inputs_are_named(estimate: Estimate, tmp_path: Path, arguments: str, dump: str, message: str) -> None:
     (tmp_path / "3.jsonl").write_text(dump)
-    told = estimate(arguments.format(folder=tmp_path))
-    assert told.startswith("error: ")
-    assert message in told
+    error = estimate(arguments.format(folder=tmp_path))
+    assert error.startswith("error: ")
+    assert message in error
 
 
-def test_models_that_are_not_there_or_do_not_share_are_named(estimate: Estimate, tmp_path: Path, monkeypatch) -> None:
+def test_missing_unsupported_and_uncountable_models_are_named(estimate, tmp_path: Path, monkeypatch) -> None:
     for path in ("/nope", "../nope", "nope/"):
         assert "Fix: --model <folder of a checkpoint>" in estimate(LENGTHS, model=path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert estimate(LENGTHS, model="nobody/nothing").startswith("error: --model=nobody/nothing: ")
     BertConfig(num_hidden_layers=2, is_decoder=False).save_pretrained(tmp_path)
     assert "packed mode refuses the model: bert is an encoder" in estimate(LENGTHS, model=tmp_path)
-
-
-def test_a_model_without_countable_flops_gets_tokens_alone(estimate: Estimate, tmp_path: Path) -> None:
     kinds = ("dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
     configs = {kind: AutoConfig.for_model(kind) for kind in kinds}
     configs["qwen3_moe"] = Qwen3MoeConfig(num_hidden_layers=2, num_experts_per_tok=0)

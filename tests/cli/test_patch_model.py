@@ -62,7 +62,7 @@ assert type(value).__name__ == "Qwen3ForValue", type(value)
 """
 
 
-def test_patched_checkpoints_load_in_a_new_process_and_registered_classes_copy_no_file(tmp_path, monkeypatch) -> None:
+def test_patched_and_registered_checkpoints_load_in_a_new_process(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("untied", "tied", "registered"):
         save_tiny_model(tmp_path / folder, "qwen3", tie_word_embeddings=folder == "tied")
@@ -74,13 +74,12 @@ def test_patched_checkpoints_load_in_a_new_process_and_registered_classes_copy_n
 
 
 def undo(folder: Path) -> None:
-    """As the command says."""
     (folder / MODELING_FILE).unlink()
     (folder / BACKUP_FILE).rename(folder / "config.json")
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["file", "link into a download cache"])
-def test_patching_again_brings_up_to_date_and_what_the_command_says_undoes_it(folder, tmp_path_factory, linked) -> None:
+def test_patching_again_updates_and_undo_restores(folder, tmp_path_factory, linked) -> None:
     blob = tmp_path_factory.mktemp("cache") / "blob"
     if linked:
         (folder / "config.json").rename(blob)
@@ -99,18 +98,18 @@ def test_patching_again_brings_up_to_date_and_what_the_command_says_undoes_it(fo
     assert (folder / "config.json").is_symlink() == linked
 
 
-def test_what_was_copied_without_its_backup_or_saved_by_transformers_is_brought_up_to_date(folder, capsys) -> None:
+def test_copies_without_a_backup_are_updated(folder, capsys) -> None:
     assert main(["patch-model", str(folder)]) == 0
     (folder / BACKUP_FILE).unlink()
     patched = contents(folder)
     (folder / MODELING_FILE).write_bytes(patched[MODELING_FILE] + b"# of an older release\n")
-    edit_config(folder, auto_map=dict([*AUTO_MAP.items()][:1]))  # that of the class which was saved
+    edit_config(folder, auto_map=dict([*AUTO_MAP.items()][:1]))  # as transformers saves it
     assert main(["patch-model", str(folder)]) == 0
-    assert contents(folder) == patched, "and no backup that names a file which undoing removes"
+    assert contents(folder) == patched, "no backup of a patched config"
     assert "and AutoModelForCausalLM and AutoModelForTokenClassification from auto_map" in capsys.readouterr().out
 
 
-def test_other_auto_map_entries_are_kept_and_one_that_points_elsewhere_is_left_alone(folder, capsys) -> None:
+def test_other_auto_map_entries_are_kept_and_foreign_models_rejected(folder, capsys) -> None:
     edit_config(folder, auto_map={"AutoTokenizer": ["mine.Tokenizer", None]})
     assert main(["patch-model", str(folder)]) == 0
     assert json.loads((folder / "config.json").read_text())["auto_map"]["AutoTokenizer"] == ["mine.Tokenizer", None]
@@ -118,8 +117,8 @@ def test_other_auto_map_entries_are_kept_and_one_that_points_elsewhere_is_left_a
     assert "already points to mine.Model" in rejected(folder, capsys)
 
 
-def test_what_is_no_qwen3_checkpoint_or_has_a_modeling_file_of_its_own_is_rejected(tmp_path: Path, capsys) -> None:
-    assert "has no config.json. Fix: pass the folder" in rejected(tmp_path / "nowhere", capsys)
+def test_other_checkpoints_and_foreign_modeling_files_are_rejected(tmp_path: Path, capsys) -> None:
+    assert "has no config.json; pass the folder" in rejected(tmp_path / "nowhere", capsys)
     for content, why in (("{", "is not JSON"), ('{"model_type": "llama"}', "model_type is 'llama'")):
         (tmp_path / "config.json").write_text(content)
         assert why in rejected(tmp_path, capsys)
@@ -128,7 +127,7 @@ def test_what_is_no_qwen3_checkpoint_or_has_a_modeling_file_of_its_own_is_reject
     assert "patch-model did not write it" in rejected(tmp_path, capsys)
 
 
-def test_a_full_disk_leaves_a_checkpoint_that_loads_and_a_new_call_does_the_rest(folder, capsys, monkeypatch) -> None:
+def test_a_full_disk_leaves_a_checkpoint_that_can_be_patched_again(folder, capsys, monkeypatch) -> None:
     def full(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device", str(target))
 

@@ -1,4 +1,4 @@
-"""Composed configs and tiny checkpoints that the tests of this folder share."""
+"""Composed configs and tiny checkpoints for the tests of this folder."""
 
 import functools
 import pickle
@@ -28,7 +28,7 @@ FLAGS = {
 
 @functools.cache
 def _composed(module: str, name: str, groups: tuple[str, ...]) -> bytes:
-    """Pickled, since a copy from there takes a sixth of the time of OmegaConf's own."""
+    """Pickled: OmegaConf's own copy takes six times as long."""
     with initialize_config_module(module, version_base=None):
         return pickle.dumps(compose(name, overrides=list(groups)))
 
@@ -45,12 +45,11 @@ def compose_config(
 
 
 def compose_stock(*overrides: str) -> DictConfig:
-    """The same of verl's own ``ppo_trainer``."""
     return compose_config(*overrides, module="verl.trainer.config", name="ppo_trainer")
 
 
 def save_tokenizer(folder: Path, preamble: str = "") -> None:
-    """Of the words a to d; the chat template writes the preamble in front of each message."""
+    """Save a tokenizer of the words a to d; its chat template writes the preamble before each message."""
     tokenizer = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "d": 5}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
@@ -59,7 +58,7 @@ def save_tokenizer(folder: Path, preamble: str = "") -> None:
 
 
 def save_checkpoint(folder: Path, hf_config: PretrainedConfig | None = None) -> Path:
-    """Config and tokenizer of a tiny model; the validators never look at weights."""
+    """Save config and tokenizer of a tiny model; the validators do not read weights."""
     hf_config = hf_config or Qwen3Config(**TINY)
     hf_config.architectures = [type(hf_config).__name__.replace("Config", "ForCausalLM")]
     hf_config.save_pretrained(folder)
@@ -68,7 +67,7 @@ def save_checkpoint(folder: Path, hf_config: PretrainedConfig | None = None) -> 
 
 
 def runnable(checkpoint: Path) -> list[str]:
-    """Overrides that leave nothing to object to in packed mode, with a reference policy."""
+    """Overrides without a problem in packed mode, with a reference policy."""
     return [
         "trainer.n_gpus_per_node=1",
         "trainer.logger=console",
@@ -85,9 +84,8 @@ def runnable(checkpoint: Path) -> list[str]:
 
 
 def parse(overrides: str) -> dict[str, Any]:
-    """Keys and values of blank-separated overrides, as Hydra reads them."""
-    found = OverridesParser.create().parse_overrides(overrides.split())
-    return {override.key_or_group: override.value() for override in found}
+    parsed = OverridesParser.create().parse_overrides(overrides.split())
+    return {override.key_or_group: override.value() for override in parsed}
 
 
 SECTIONS = ("model", "actor", "rollout", "ref")
@@ -95,13 +93,12 @@ VERL_EXAMPLES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "verl_ex
 
 
 def example_settings(overrides: str) -> dict[str, Any]:
-    """By whole keys: the file leaves out ``actor_rollout_ref``."""
+    """Settings by full keys: the file leaves out ``actor_rollout_ref``."""
     parsed = parse(overrides).items()
     return {f"actor_rollout_ref.{key}" if key.split(".")[0] in SECTIONS else key: value for key, value in parsed}
 
 
-SHARED = example_settings(VERL_EXAMPLES["shared"])
-"""What verl's examples for FSDP have in common."""
+SHARED = example_settings(VERL_EXAMPLES["shared"])  # by verl's examples for FSDP
 CRITIC = (
     "algorithm.adv_estimator=gae critic.model.path={checkpoint} critic.ppo_micro_batch_size_per_gpu=8 "
     "critic.model.use_remove_padding=True critic.optim.lr=1e-5 "

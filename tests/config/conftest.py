@@ -1,4 +1,4 @@
-"""A trainer config that can run, on a checkpoint that exists, to break one setting at a time."""
+"""A trainer config that can run, on an existing checkpoint, for tests that break one setting at a time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,6 @@ from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints by model type."""
     folder = tmp_path_factory.mktemp("models")
     for config in (
         Gemma2Config(**TINY),
@@ -41,7 +40,7 @@ def runnable_overrides(checkpoint: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory, checkpoint: Path, models: Path) -> dict[str, Path]:
-    """What overrides name in braces."""
+    """Paths that overrides name in braces."""
     folder = tmp_path_factory.mktemp("places")
     (folder / "own").mkdir()
     (folder / "own" / "config.json").write_text(
@@ -52,17 +51,14 @@ def places(tmp_path_factory, checkpoint: Path, models: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def config_of(runnable_overrides: list[str], places: dict[str, Path]) -> Callable[..., DictConfig]:
-    """Build a runnable config in a mode, with blank-separated overrides or ``{key: value}`` on top.
+    """Build a runnable config in a mode, with blank-separated overrides or ``{key: value}`` on top."""
 
-    Interpolations stay alive.
-    """
-
-    def make(overrides: str | dict[str, Any] = "", mode: Mode = Mode.PACKED, **beside: Any) -> DictConfig:
+    def make(overrides: str | dict[str, Any] = "", mode: Mode = Mode.PACKED, **more: Any) -> DictConfig:
         config = compose_config(*runnable_overrides)
         shares, unpadded = FLAGS[mode]
         flags = {USE_PREFIX_GROUPER: shares, USE_REMOVE_PADDING: unpadded, "critic.model.use_remove_padding": unpadded}
         given = parse(overrides.format(**places)) if isinstance(overrides, str) else overrides
-        for key, value in {**flags, **beside, **given}.items():
+        for key, value in {**flags, **more, **given}.items():
             OmegaConf.update(config, key, value, force_add=True)
         return config
 
@@ -71,7 +67,6 @@ def config_of(runnable_overrides: list[str], places: dict[str, Path]) -> Callabl
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine has a GPU and a compiler for it."""
     monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
     for module in (compile, rules):
-        monkeypatch.setattr(module, "compiler_obstacle", lambda *asked: "")
+        monkeypatch.setattr(module, "compiler_obstacle", lambda *_: "")

@@ -41,8 +41,8 @@ ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "mrope_section
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_architectures_that_would_be_computed_wrongly_are_refused(issues_of, config_of, tmp_path, hf_config, why):
-    """Of types with a causal language model docs/models.md has all; tests/architectures hold it to the code."""
+def test_inexact_architectures_are_refused(issues_of, config_of, tmp_path, hf_config, why):
+    """docs/models.md has all causal types; tests/architectures compares it with the code."""
     checkpoint = save_checkpoint(tmp_path, hf_config)
     (issue,) = issues_of(checkpoint)
     assert why in issue.why
@@ -51,12 +51,12 @@ def test_architectures_that_would_be_computed_wrongly_are_refused(issues_of, con
     assert sharing_issues(stock) == [], "stock verl may run it"
 
 
-def test_bidirectional_attention_between_tokens_of_images_alone_is_not_refused(issues_of, tmp_path):
+def test_bidirectional_attention_within_images_is_accepted(issues_of, tmp_path):
     hf_config = transformers.Gemma4TextConfig(use_bidirectional_attention="vision")
     assert issues_of(save_checkpoint(tmp_path, hf_config)) == []
 
 
-def test_a_checkpoint_that_verl_builds_without_its_head_is_refused(issues_of, tmp_path):
+def test_checkpoints_that_verl_builds_without_a_head_are_refused(issues_of, tmp_path):
     save_checkpoint(tmp_path, transformers.GPT2Config(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**written, "architectures": ["GPT2LMHeadModel"]}))
@@ -64,20 +64,27 @@ def test_a_checkpoint_that_verl_builds_without_its_head_is_refused(issues_of, tm
     assert "verl builds gpt2 without its LM head: GPT2LMHeadModel" in issue.why
 
 
-def test_dropout_is_named_by_its_key_and_lifted_by_the_advised_override(issues_of, tmp_path, checkpoint):
+def test_dropout_is_named_by_its_key_and_lifted_by_an_override(issues_of, tmp_path, checkpoint, monkeypatch):
     key = f"{MODEL}.override_config.attention_dropout"
     path = save_checkpoint(tmp_path, transformers.Qwen3Config(**TINY, attention_dropout=0.1))
     (issue,) = issues_of(path)
     assert (issue.setting, issue.fix) == (f"{key}=0.1", f"++{key}=0.0")
     assert issues_of(path, **{key: 0.0}) == []
     assert issues_of(checkpoint, **{key: 0.2})[0].key == key
-    inner = f"{MODEL}.override_config.model_config.attention_dropout"  # verl reads such a section in place of the outer
+    inner = f"{MODEL}.override_config.model_config.attention_dropout"  # verl reads it instead of the outer section
     (issue,) = issues_of(path, **{inner: 0.1})
     assert issue.fix == f"++{inner}=0.0"
     assert issues_of(path, **{inner: 0.0}) == []
+    # Checkpoints in the hub's cache are read too.
+    model = tmp_path / "models--somebody--model"
+    save_checkpoint(model / "snapshots/1", transformers.Qwen3Config(**TINY, attention_dropout=0.1))
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert "attention_dropout" in issues_of("somebody/model")[0].why
 
 
-def test_sequences_that_would_lend_others_their_rotary_frequencies_are_warned_of(config_of, tmp_path):
+def test_lengths_that_change_rotary_frequencies_are_warned_of(config_of, tmp_path):
     kinds = {"sliding_attention": "default", "full_attention": "dynamic"}
     rope = {layer: {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4} for layer, kind in kinds.items()}
     path = str(save_checkpoint(tmp_path, transformers.Gemma3TextConfig(**TINY, rope_parameters=rope)))
@@ -89,27 +96,18 @@ def test_sequences_that_would_lend_others_their_rotary_frequencies_are_warned_of
 
 
 @pytest.mark.parametrize("path", ["./no/such/folder", "no/such/model", "~/model", "hdfs://cluster/model", "{empty}"])
-def test_a_checkpoint_that_is_not_on_this_machine_is_left_to_verl(config_of, tmp_path, path):
+def test_remote_and_missing_checkpoints_are_left_to_verl(config_of, tmp_path, path):
     assert read_checkpoint(config_of({f"{MODEL}.path": path.format(empty=tmp_path)})) == (None, [])
 
 
-def test_a_model_in_the_cache_of_the_hub_is_looked_at(issues_of, tmp_path, monkeypatch):
-    model = tmp_path / "models--somebody--model"
-    save_checkpoint(model / "snapshots/1", transformers.Qwen3Config(**TINY, attention_dropout=0.1))
-    (model / "refs").mkdir()
-    (model / "refs/main").write_text("1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert "attention_dropout" in issues_of("somebody/model")[0].why
-
-
 @pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_architecture"}', "7"])
-def test_a_config_that_transformers_cannot_read_is_left_to_verl(issues_of, tmp_path, content):
+def test_unreadable_configs_are_left_to_verl(issues_of, tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     assert issues_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_code_of_a_checkpoint_never_runs_before_ray(issues_of, tmp_path, trusted):
+def test_code_of_a_checkpoint_does_not_run_before_ray(issues_of, tmp_path, trusted):
     marker = tmp_path / "executed"
     (tmp_path / "configuration_own.py").write_text(f"open({str(marker)!r}, 'w')\n")
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
@@ -119,7 +117,7 @@ def test_code_of_a_checkpoint_never_runs_before_ray(issues_of, tmp_path, trusted
     assert not marker.exists()
 
 
-def test_a_critic_needs_a_token_classifier(issues_of, models):
+def test_critics_need_a_token_classifier(issues_of, models):
     critic = {"algorithm.adv_estimator": "gae"}
     (issue,) = issues_of(models / "olmo2", section=CRITIC_MODEL, **critic)
     assert issue.setting == f"{CRITIC_MODEL}.path={models}/olmo2"

@@ -1,4 +1,4 @@
-"""Layers are compiled by default where their type ran so on a GPU; one reason says why not."""
+"""Layers compile by default if their type was tested on a GPU; otherwise one reason is given."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from verl_pg_plugin.config.rules import compiler
 
 
 def engine(device: str = "cuda", config: Any = None, model: Any = None, **hf_config: Any) -> Engine:
-    """A packed Qwen3 on a GPU, but for what is given."""
+    """Build the engine settings of a packed Qwen3 on a GPU, with the given changes."""
     flags = {"strategy": "fsdp2", "use_prefix_grouper": True, "prefix_grouper": {"compile_layers": "auto"}}
     checkpoint = SimpleNamespace(**({"model_type": "qwen3", "auto_map": None} | hf_config))
     model = {"use_remove_padding": True} | (model or {})
@@ -24,23 +24,21 @@ def engine(device: str = "cuda", config: Any = None, model: Any = None, **hf_con
 
 
 @pytest.fixture
-def compiler_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "compiler_obstacle", lambda *asked: "")
+def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "compiler_obstacle", lambda *_: "")
 
 
-@pytest.mark.usefixtures("compiler_is_there")
+@pytest.mark.usefixtures("with_compiler")
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_auto_compiles_a_type_that_ran_so_on_a_gpu(strategy: str) -> None:
-    assert layer_compilation(engine(config={"strategy": strategy, "wrap_policy": {"min_num_params": 0}})) == (
-        True,
-        "++prefix_grouper.compile_layers=auto: qwen3 ran compiled on a GPU",
-    )
+def test_auto_compiles_types_tested_on_a_gpu(strategy: str) -> None:
+    compilation = layer_compilation(engine(config={"strategy": strategy, "wrap_policy": {"min_num_params": 0}}))
+    assert compilation == (True, "++prefix_grouper.compile_layers=auto: qwen3 ran compiled on a GPU")
 
 
 OWN = {"AutoModelForCausalLM": "modeling.Own"}
 FSDP1 = {"strategy": "fsdp"}
 LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
-    # what is changed, part of the reason, whether True would compile
+    # change, part of the reason, whether True would compile
     ({"model": {"use_remove_padding": False}}, "padded groups", False),
     ({"config": FSDP1, "model": {"lora_rank": 8}}, "each LoRA adapter as an FSDP unit", False),
     ({"model_type": "apertus"}, "are 1e-4 off in a log-prob", False),
@@ -57,46 +55,40 @@ LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
 ]
 
 
-@pytest.mark.usefixtures("compiler_is_there")
+@pytest.mark.usefixtures("with_compiler")
 @pytest.mark.parametrize(("changed", "why", "true_compiles"), LEFT_ALONE)
-def test_auto_leaves_alone_what_speaks_against_it_and_says_why(changed, why, true_compiles) -> None:
+def test_auto_does_not_compile_and_gives_the_reason(changed, why, true_compiles) -> None:
     compiles, reason = layer_compilation(engine(**changed))
     assert not compiles
     assert why in reason
     assert ("++prefix_grouper.compile_layers=True compiles" in reason) == true_compiles
 
 
-@pytest.mark.usefixtures("compiler_is_there")
-@pytest.mark.parametrize("asked", [True, False])
-def test_true_and_false_are_what_the_user_says(asked: bool) -> None:
-    on_a_cpu = engine("cpu", {"prefix_grouper": {"compile_layers": asked}})
-    assert layer_compilation(on_a_cpu) == (asked, f"++prefix_grouper.compile_layers={asked}")
-    unsure = engine(config={"prefix_grouper": {"compile_layers": asked}}, model_type="jetmoe")
-    assert ("have not been tested compiled" in layer_compilation(unsure)[1]) == asked
+@pytest.mark.usefixtures("with_compiler")
+@pytest.mark.parametrize("setting", [True, False])
+def test_true_and_false_are_followed(setting: bool) -> None:
+    on_a_cpu = engine("cpu", {"prefix_grouper": {"compile_layers": setting}})
+    assert layer_compilation(on_a_cpu) == (setting, f"++prefix_grouper.compile_layers={setting}")
+    unsure = engine(config={"prefix_grouper": {"compile_layers": setting}}, model_type="jetmoe")
+    assert ("have not been tested compiled" in layer_compilation(unsure)[1]) == setting
 
 
-def test_every_type_that_auto_compiles_ran_so_on_a_gpu() -> None:
+def test_auto_compiled_types_passed_on_a_gpu() -> None:
     record = (Path(__file__).parents[2] / "docs/data/gpu_tests_one_h200.csv").read_text()
     ran = set(re.findall(r"test_compiled_types_are_as_exact_as_stock_rmpad\[(\w+)\],passed", record))
     assert ran | set(KINDS) >= COMPILED_TYPES, "those with images run in one test"
     assert not COMPILED_TYPES & WRONG_COMPILED.keys()
 
 
-def test_machine_whose_torch_compiles_nothing_or_hides_failures_is_told() -> None:
-    for setting, why in (("disable", "is switched off"), ("suppress_errors", "would hide failures")):
-        with config.patch(setting, True):
-            assert why in compiler_obstacle("cpu")
-
-
-@pytest.mark.parametrize("asked", ["auto", True])
-def test_machine_whose_torch_asks_nothing_of_flat_parameters_compiles_none_of_them(asked, monkeypatch) -> None:
-    """A flag that torch does not read would leave layers uncompiled without a word."""
-    fsdp1 = engine("cpu", FSDP1 | {"prefix_grouper": {"compile_layers": asked}})
+@pytest.mark.parametrize("setting", ["auto", True])
+def test_fsdp1_needs_a_torch_that_compiles_flat_parameters(setting, monkeypatch) -> None:
+    """torch ignores an unknown flag, which would leave layers uncompiled without notice."""
+    fsdp1 = engine("cpu", FSDP1 | {"prefix_grouper": {"compile_layers": setting}})
     assert compiler_obstacle("cpu", flat_parameters=True) == ""
     assert [*compiler(fsdp1)] == []
     monkeypatch.setattr(under_test, "WHOLE", "_no_such_flag")
-    assert "does not read _no_such_flag of FSDP1 layers" in compiler_obstacle("cpu", flat_parameters=True)
-    if asked == "auto":
+    assert "does not ask _no_such_flag of the layers of FSDP1" in compiler_obstacle("cpu", flat_parameters=True)
+    if setting == "auto":
         compiles, why = layer_compilation(fsdp1)
         assert not compiles
         assert "++prefix_grouper.compile_layers=auto: this torch does not read" in why
@@ -104,7 +96,10 @@ def test_machine_whose_torch_asks_nothing_of_flat_parameters_compiles_none_of_th
         assert [issue.fix for issue in compiler(fsdp1)] == ["++prefix_grouper.compile_layers=False"]
 
 
-def test_machine_without_triton_or_a_compiler_compiles_nothing(monkeypatch) -> None:
+def test_machines_that_cannot_compile_are_refused(monkeypatch) -> None:
+    for setting, why in (("disable", "is switched off"), ("suppress_errors", "would hide failures")):
+        with config.patch(setting, True):
+            assert why in compiler_obstacle("cpu")
     there = under_test.importlib.util.find_spec("torch")
     monkeypatch.setattr(under_test.importlib.util, "find_spec", lambda name: None)
     assert "pip install triton" in compiler_obstacle("cuda")

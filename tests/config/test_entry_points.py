@@ -1,4 +1,4 @@
-"""The flag engages the mode through verl's entry point and ours, or ends the run in one message; never neither."""
+"""The flag selects the mode through verl's entry point and ours, or ends the run with one message."""
 
 import sys
 from contextlib import nullcontext
@@ -46,10 +46,10 @@ FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
         (verls_main_ppo, (f"{QAT}.enable=True", f"{QAT}.mode=w4a4", "trainer.use_v1=False"), [f"{QAT}.mode=w4a16"]),
     ],
 )
-def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
+def test_errors_are_listed_on_stderr_with_exit_code_2(
     entry_point, overrides, said, runnable_overrides, tmp_path, monkeypatch, capsys
 ):
-    """In this process: ``run_ppo``, which starts Ray, must not be reached."""
+    """``run_ppo``, which starts Ray, must not be reached."""
     monkeypatch.setattr(verls_main_ppo, "run_ppo", None)
     monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, FLAG, f"hydra.run.dir={tmp_path}", *overrides])
     with pytest.raises(SystemExit) as raised:
@@ -60,8 +60,8 @@ def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
     assert "Traceback" not in printed
 
 
-def test_verl_validates_a_run_of_its_own_entry_point_before_ray(runnable_overrides, tmp_path, monkeypatch, capsys):
-    """A recipe may do without: the fully async one has no batches of prompts."""
+def test_verl_validates_runs_of_its_entry_point_before_ray(runnable_overrides, tmp_path, monkeypatch, capsys):
+    """Recipes need not pass: the fully async one has no batches of prompts."""
     monkeypatch.setattr(verls_main_ppo, "run_ppo", None)
     overrides = [*runnable_overrides, FLAG, "data.train_batch_size=0"]
     engage(compose_stock(*overrides))
@@ -72,7 +72,7 @@ def test_verl_validates_a_run_of_its_own_entry_point_before_ray(runnable_overrid
 
 
 @pytest.mark.parametrize(("mode", "use_v1"), [(Mode.RMPAD, True), (Mode.PACKED, False)])
-def test_a_run_that_can_start_gets_verls_own_task_runner(mode, use_v1, runnable_overrides, tmp_path, monkeypatch):
+def test_runs_start_verls_own_task_runner(mode, use_v1, runnable_overrides, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(verls_main_ppo, "run_ppo", lambda config, task_runner_class: started.append(task_runner_class))
     flags = (f"{ACTOR}.use_prefix_grouper={mode.shares_prefixes}", f"trainer.use_v1={use_v1}")
@@ -98,7 +98,7 @@ print([path for path in compat.problems() if "trainer" in path])
 """
 
 
-def test_without_a_line_of_trainers_every_module_imports_and_no_name_is_missed():
+def test_all_modules_import_without_v0_or_without_v1_trainers():
     without_v1 = {"absent": ("transfer_queue", "verl.trainer.ppo.v1"), "runner": "TaskRunnerV1"}
     without_v0 = {"absent": ("verl.trainer.main_ppo_v0",), "runner": ""}
     cases = [ONE_LINE_OF_TRAINERS.format(**absent) for absent in (without_v1, without_v0)]
@@ -110,13 +110,9 @@ ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 PREFIX_CACHE = f"+{ACTOR}.fsdp_config.prefix_grouper.prefix_cache"
 
 
-def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role(runnable_overrides) -> None:
-    config = compose_stock(
-        *runnable_overrides,
-        FLAG,
-        "+prefix_grouper.logits_chunk_size=64",
-        "+critic.fsdp.prefix_grouper.prefix_cache=off",
-    )
+def test_one_flag_configures_all_engines_and_keeps_role_options(runnable_overrides) -> None:
+    options = "+prefix_grouper.logits_chunk_size=64", "+critic.fsdp.prefix_grouper.prefix_cache=off"
+    config = compose_stock(*runnable_overrides, FLAG, *options)
     assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
     engage(config)
     for engine in ENGINES:
@@ -125,7 +121,7 @@ def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role
         assert section.use_prefix_grouper is True
         options = section.prefix_grouper.logits_chunk_size, section.prefix_grouper.prefix_cache
         assert options == ((2048, "off") if engine == "critic.fsdp" else (64, "auto"))
-    with pytest.raises(Exception, match="no_such_key"):  # still closed to typing errors
+    with pytest.raises(Exception, match="no_such_key"):  # struct mode is kept
         config.trainer.no_such_key = 1
     once = OmegaConf.to_yaml(config)
     engage(config)
@@ -136,7 +132,7 @@ LEFT_ALONE = (), ("actor_rollout_ref.model.use_remove_padding=False",), ("++pref
 
 
 @pytest.mark.parametrize("flags", LEFT_ALONE, ids=["rmpad", "padded", "options"])
-def test_a_run_that_does_not_ask_is_left_alone(runnable_overrides, flags: tuple[str, ...], caplog) -> None:
+def test_runs_without_the_flag_are_unchanged(runnable_overrides, flags: tuple[str, ...], caplog) -> None:
     config = compose_stock(*runnable_overrides, *flags)
     before = OmegaConf.to_yaml(config)
     engage(config)
@@ -144,21 +140,14 @@ def test_a_run_that_does_not_ask_is_left_alone(runnable_overrides, flags: tuple[
     assert ("options of ++prefix_grouper have no effect" in caplog.text) == ("prefix_cache" in str(flags))
 
 
-def test_a_word_that_is_no_boolean_and_another_engine_are_refused(runnable_overrides) -> None:
-    for override in (
-        f"{ACTOR}.use_prefix_grouper=no",
-        f"{ACTOR}.strategy=megatron",
-        "prefix_grouper.prefix_cache=never",
-    ):
+def test_non_booleans_other_engines_and_validation_inside_ray_are_refused(runnable_overrides, monkeypatch) -> None:
+    overrides = f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.strategy=megatron", "prefix_grouper.prefix_cache=never"
+    for override in overrides:
+        given = override.replace("prefix_grouper.prefix_cache", PREFIX_CACHE)
         with pytest.raises(ConfigError, match=override):
-            engage(
-                compose_stock(*runnable_overrides, FLAG, override.replace("prefix_grouper.prefix_cache", PREFIX_CACHE))
-            )
-    with pytest.raises(ConfigError, match="which only model_engine=dp sets"):
+            engage(compose_stock(*runnable_overrides, FLAG, given))
+    with pytest.raises(ConfigError, match="which only model_engine=dp brings along"):
         engage(compose_stock(*runnable_overrides, FLAG, "model_engine=torchtitan", f"{ACTOR}.strategy=fsdp2"))
-
-
-def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_does_nothing(runnable_overrides, monkeypatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):
         engage_or_exit(compose_stock(*runnable_overrides, FLAG))
@@ -186,7 +175,7 @@ OF_ENGINE = {
 
 
 @pytest.mark.parametrize("engine", OF_ENGINE)
-def test_every_other_setting_and_every_other_engine_are_verls_own(engine: str) -> None:
+def test_other_settings_and_engines_are_verls_own(engine: str) -> None:
     overrides = f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf"
     config, stock = compose_config(*overrides), compose_stock(*overrides)
     assert mode_of(config) is Mode.RMPAD
@@ -201,14 +190,14 @@ def test_every_other_setting_and_every_other_engine_are_verls_own(engine: str) -
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_a_foreign_engine_of_either_strategy_is_noticed_and_one_derived_from_ours_is_not(monkeypatch, strategy):
-    """verl writes the strategy that its worker looks up into the config after it was made."""
+def test_foreign_engines_are_refused_and_subclasses_accepted(monkeypatch, strategy):
+    """verl writes the strategy that its worker uses into the config after it was made."""
     look_up = EngineRegistry.get_engine_cls
-    for base, taken in ((PrefixGrouperFSDPEngineWithLMHead, True), (FSDPEngineWithLMHead, False)):
-        found = {strategy: type("Foreign", (base,), {"__module__": "somebody.elses"})}
+    for base, accepted in ((PrefixGrouperFSDPEngineWithLMHead, True), (FSDPEngineWithLMHead, False)):
+        engines = {strategy: type("Foreign", (base,), {"__module__": "somebody.elses"})}
         monkeypatch.setattr(
-            EngineRegistry, "get_engine_cls", lambda kind, asked, found=found: found.get(asked) or look_up(kind, asked)
+            EngineRegistry, "get_engine_cls", lambda kind, name, own=engines: own.get(name) or look_up(kind, name)
         )
         refused = pytest.raises(RuntimeError, match=rf"somebody\.elses\.Foreign for strategy {strategy} ")
-        with nullcontext() if taken else refused:
+        with nullcontext() if accepted else refused:
             PrefixGrouperEngineConfig(use_prefix_grouper=True)

@@ -1,4 +1,4 @@
-"""What works passes, however unusual; what is certain to fail is listed at once, with its key, its cause and a fix."""
+"""Configs that work pass; configs certain to fail are listed at once, with key, cause and fix."""
 
 import importlib
 
@@ -63,16 +63,16 @@ def errors(config: DictConfig) -> list[Issue]:
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("name", WORKING)
-def test_what_stock_verl_trains_is_not_refused(name: str, config_of) -> None:
+def test_configs_that_stock_verl_trains_are_accepted(name: str, config_of) -> None:
     assert errors(config_of(WORKING[name], **SHARED)) == []
 
 
 TOP_K = "distillation.enabled=True distillation.distillation_loss.loss_mode=forward_kl_topk"
 REFUSED: list[tuple[str, str, str]] = [
-    # overrides, the last of which is named, part of the cause, part of the fix
-    # Three would divide six, and heads cannot be spread over three.
+    # overrides, the last of which is named; part of the cause; part of the fix
+    # Three divides six, but heads cannot be spread over three ranks.
     (f"trainer.n_gpus_per_node=6 {SP}=4", "tokens do not divide the run's 6", f"{SP}=2"),
-    (f"{SP}=3", "cannot be spread", f"{SP}=1"),  # said once: the reference policy's own follows it in verl's config
+    (f"{SP}=3", "cannot be spread", f"{SP}=1"),  # once: the reference policy follows this key in verl's config
     (f"{MODEL}.use_remove_padding=packed", "is not a boolean", ""),
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),
     (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "compute the probabilities", "=False"),
@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("overrides", "why", "fix"), REFUSED, ids=[row[0][:60] for row in REFUSED])
-def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(overrides, why, fix, config_of) -> None:
+def test_failing_configs_are_one_error_with_key_cause_and_fix(overrides, why, fix, config_of) -> None:
     (issue,) = errors(config_of(overrides))
     last = overrides.split()[-1].lstrip("+")
     assert issue.key == last.partition("=")[0]
@@ -97,22 +97,27 @@ def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(overrides, 
     assert fix in issue.fix
 
 
-def test_counts_that_are_none_are_left_to_verl(config_of) -> None:
+def test_invalid_counts_are_left_to_verl(config_of) -> None:
     counts = f"trainer.nnodes=two {ROLLOUT}.n=null {MINI}=-8 {SP}=0 {BUDGET}=8k data.max_response_length=long"
     assert preflight.preflight(config_of(f"{counts} {MODEL}.lora_rank=word {CRITIC}")) == []
 
 
-def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(config_of, monkeypatch, caplog) -> None:
+def test_untested_versions_are_one_log_line(config_of, monkeypatch, caplog) -> None:
     monkeypatch.setattr(compat, "untested", lambda: ["verl 0.10.0 is outside of what was tested, <0.10"])
     check(config_of())
     (record,) = (record for record in caplog.records if "outside of what was tested" in record.message)
     assert "\n" not in record.message
 
 
-def test_a_setting_of_roles_that_follow_a_key_without_an_issue_is_refused(config_of) -> None:
-    engines = " ".join(f"{role}.fsdp_config.pad_to_length=False" for role in (ACTOR, REF))  # which the actor's replaces
-    found = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True {engines}"))
-    assert any("padded to the longest group" in issue.why for issue in found)
+def test_inherited_settings_and_uneven_mini_batches_are_refused(config_of) -> None:
+    engines = " ".join(f"{role}.fsdp_config.pad_to_length=False" for role in (ACTOR, REF))  # the actor's key wins
+    issues = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True {engines}"))
+    assert any("follows from the longest one" in issue.why for issue in issues)
+    n = "actor_rollout_ref.rollout.n"
+    (issue,) = errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"))
+    assert issue.why == f"12 prompts x {n}=5 sequences do not divide into 8 data-parallel ranks"
+    assert issue.fix == f"{MINI}=16"
+    assert not errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {issue.fix} data.train_batch_size=48"))
 
 
 BY_CUT = [f"{ACTOR}.policy_loss.loss_mode={mode}" for mode in ("geo_mean", "clip_cov", "kl_cov")]
@@ -121,23 +126,14 @@ BY_CUT.append("".join(f" algorithm.rollout_correction.{x}=True" for x in ("bypas
 
 @pytest.mark.parametrize("mode", [Mode.PACKED, Mode.PADDED_GROUPS])
 @pytest.mark.parametrize("overrides", BY_CUT)
-def test_losses_that_look_at_a_micro_batch_alone_are_warned_of(overrides: str, mode: Mode, config_of) -> None:
+def test_losses_over_single_micro_batches_are_warned_of(overrides: str, mode: Mode, config_of) -> None:
     (issue,) = (issue for issue in preflight.preflight(config_of(overrides, mode)) if issue.is_warning)
     assert issue.setting == overrides.split()[-1]
     assert "depends on micro-batch boundaries" in issue.why
     assert "=False" in issue.fix
 
 
-def test_sequences_of_a_mini_batch_that_do_not_divide_into_ranks_are_refused(config_of) -> None:
-    """verl's workers notice after the first rollouts."""
-    n = "actor_rollout_ref.rollout.n"
-    (issue,) = errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"))
-    assert issue.why == f"12 prompts x {n}=5 sequences do not divide into 8 data-parallel ranks"
-    assert issue.fix == f"{MINI}=16"
-    assert not errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {issue.fix} data.train_batch_size=48"))
-
-
-def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
+def test_warnings_are_logged_and_do_not_stop_the_run(config_of, caplog) -> None:
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
     by_cut = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=77"
     check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {BUDGET}=64.0 {by_cut}"))
@@ -145,7 +141,7 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     assert "holds 64 tokens, and a longer sequence (up to" in caplog.text
     check(config_of(f"{MODEL}.enable_gradient_checkpointing=False prefix_grouper.activations=inputs_on_host"))
     assert "++prefix_grouper.activations=inputs_on_host: without gradient checkpointing" in caplog.text
-    of_critic = f"{CRITIC} data.max_prompt_length=40000"  # in V1: a key that verl's files lack
+    of_critic = f"{CRITIC} data.max_prompt_length=40000"  # verl's V1 files lack this key
     assert preflight.preflight(config_of(f"{of_critic} ++critic.ppo_infer_max_token_len_per_gpu=1e5")) == []
     check(config_of(of_critic))
     assert ". Fix: ++critic.ppo_infer_max_token_len_per_gpu=40511" in caplog.text
@@ -161,14 +157,11 @@ def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     assert "nothing is offloaded" in caplog.text
 
 
-def test_what_other_machines_have_is_a_warning_where_the_run_joins_a_cluster(config_of) -> None:
+def test_missing_kernels_may_be_on_a_cluster_but_engines_must_import(config_of, monkeypatch) -> None:
     elsewhere = "prefix_grouper.attention_kernel=flash_attn_4 "
     assert len(errors(config_of(elsewhere))) == 1
-    found = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))
-    assert [issue.is_warning for issue in found] == [True]
-
-
-def test_engines_that_cannot_be_imported_end_a_run_before_ray(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    (issue,) = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))
+    assert issue.is_warning
     monkeypatch.setattr(preflight, "registrations", [lambda: importlib.import_module("no_such_module")])
     with pytest.raises(ConfigError, match=r"not registered \(ModuleNotFoundError: No module named 'no_such_module'"):
         check(config_of())

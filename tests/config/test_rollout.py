@@ -1,4 +1,4 @@
-"""Parts of the rollouts that a run gets, and what they write into its config."""
+"""Rollout features that a run gets, and what they write into its config."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def off(config: Any) -> dict[str, str]:
     return {part.name: part.obstacle for part in rollout_parts(config) if part.obstacle}
 
 
-def test_a_run_on_several_servers_gets_all_parts() -> None:
+def test_several_servers_get_all_parts_once() -> None:
     config = config_of()
     assert off(config) == {}
     section = OmegaConf.select(config, ROLLOUT)
@@ -46,19 +46,11 @@ def test_a_run_on_several_servers_gets_all_parts() -> None:
     assert Path(section.router_config_path).is_file()
     assert section.engine_kwargs.vllm.additional_config == {SHARED_DECODE: True}
     assert config.trainer.v1.sampler.custom_sampler.name == "prompt_replay_buffer"
-
-
-def test_engaging_twice_changes_nothing() -> None:
-    config = config_of()
     again = config.copy()
     engage_rollouts(again)
     assert again == config
-
-
-def test_vllm_gets_the_switch_as_json() -> None:
-    """verl writes a dict as JSON, and anything else as text that vLLM cannot parse."""
-    section = omega_conf_to_dataclass(config_of().actor_rollout_ref.rollout)
-    value = section.engine_kwargs["vllm"]["additional_config"]
+    # verl writes a dict as JSON, and anything else as text that vLLM cannot parse.
+    value = omega_conf_to_dataclass(section).engine_kwargs["vllm"]["additional_config"]
     assert isinstance(value, dict)
     assert json.loads(json.dumps(value)) == {SHARED_DECODE: True}
 
@@ -91,7 +83,7 @@ def test_vllm_gets_the_switch_as_json() -> None:
         ("algorithm.filter_groups.enable=True", SAMPLER, "filter_groups.enable=True"),
     ],
 )
-def test_a_part_that_does_not_fit_is_left_out_with_its_cause(override: str, part: str, cause: str) -> None:
+def test_parts_that_do_not_fit_are_left_out_with_the_cause(override: str, part: str, cause: str) -> None:
     config = compose_config(*BASE, override)
     before = config.copy()
     engage_rollouts(config)
@@ -101,40 +93,34 @@ def test_a_part_that_does_not_fit_is_left_out_with_its_cause(override: str, part
         assert OmegaConf.select(config, key) == OmegaConf.select(before, key)
 
 
-def test_a_switch_of_the_users_is_kept_where_the_prompts_are_short() -> None:
+def test_user_keys_of_additional_config_are_kept() -> None:
     switch = f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.{SHARED_DECODE}=True"
     assert DECODE not in off(config_of("data.max_prompt_length=300", switch))
-
-
-def test_other_keys_of_additional_config_stay() -> None:
     config = config_of(f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.mine=7")
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config == {"mine": 7, SHARED_DECODE: True}
 
 
-def test_other_versions_of_vllm_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_vllm_versions_decode_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "version", lambda name: "0.23.1")
     assert "vllm 0.23.1" in off(config_of())[DECODE]
     monkeypatch.setattr(rollout, "version", lambda name: "0.24.1")
     assert DECODE not in off(config_of())
 
 
-def test_servers_are_counted_by_their_gpus() -> None:
+def test_number_of_servers_follows_their_gpus() -> None:
     assert num_servers(config_of()) == 8
     assert num_servers(config_of("trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=4")) == 4
     assert num_servers(config_of(f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2")) == 2
     assert num_servers(config_of("trainer.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=8")) == 1
 
 
-def test_off_leaves_rollouts_alone() -> None:
+def test_off_leaves_rollouts_unchanged_and_parts_are_listed(checkpoint: Path, caplog) -> None:
     option = "++prefix_grouper.rollout=off"
     config = compose_config(*BASE, option)
     assert set(off(config).values()) == {option}
     assert OmegaConf.select(config, f"{ROLLOUT}.router_config_path") is None
     assert not config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert summary(rollout_parts(config)).startswith(f"{ROUTING} is off ({option}); {DECODE} is off")
-
-
-def test_the_log_and_the_doctor_say_which_parts_are_on(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = compose_config(*BASE, f"actor_rollout_ref.model.path={checkpoint}", f"{ROLLOUT}.enforce_eager=True")
     with caplog.at_level("INFO"):
         engage(config)

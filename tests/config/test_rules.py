@@ -1,4 +1,4 @@
-"""What an engine cannot do is refused before Ray starts and by the engine itself, in the same words."""
+"""Limits of an engine are refused before Ray starts and by the engine itself, with the same message."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,8 @@ VISION, QAT = f"{MODEL}.override_config.attn_implementation", f"{ACTOR}.fsdp_con
 KEY_HEADS = f"{MODEL}.override_config.linear_num_key_heads"
 
 REFUSED: list[tuple[Mode, str, str, str, str]] = [
-    # mode, overrides, setting (that of the override where it is empty), part of the cause, part of the fix
-    (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "only weights-only", f"{QAT}.mode=w4a16, or {STOCK}"),
+    # mode, overrides, setting (the last override if empty), part of the cause, part of the fix
+    (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "for weights alone", f"{QAT}.mode=w4a16, or {STOCK}"),
     (PADDED, f"{QAT}.enable=True", "", "in padded groups", f"{QAT}.enable=False"),
     (PACKED, f"{MODEL}.lora_rank=8 {COMPILED}", "", "each LoRA adapter as an FSDP unit", "=False"),
     (PADDED, COMPILED, "", "padded groups", "=False"),
@@ -51,7 +51,7 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
 
 
 def engine_configs(config: DictConfig, role: str) -> tuple[Any, Any]:
-    """Engine config and model config of a role's engine, as verl's workers and its V1 trainer make them."""
+    """Return engine config and model config of a role, as verl's workers and its V1 trainer make them."""
     section: Any = OmegaConf.to_container(OmegaConf.select(config, role), resolve=True)
     source = OmegaConf.select(config, engine_of(config, role).model_section)
     model = omega_conf_to_dataclass({**OmegaConf.to_container(source, resolve=True), "load_tokenizer": False})
@@ -71,8 +71,8 @@ def errors(config: DictConfig) -> list[Issue]:
     return [issue for issue in sharing_issues(config) if not issue.is_warning]
 
 
-def assert_refused_alike(config: DictConfig, setting: str, why: str, fix: str) -> None:
-    """Preflight and the engines of all roles say the same of a setting."""
+def assert_both_refuse(config: DictConfig, setting: str, why: str, fix: str) -> None:
+    """Check that preflight and the engines of all roles refuse a setting with the same message."""
     before = [issue for issue in errors(config) if why in issue.why]
     engines = [Engine.of(*engine_configs(config, role)) for role in roles_of(config)]
     inside = [issue for engine in engines for rule in RULES for issue in rule(engine) if not issue.is_warning]
@@ -85,19 +85,19 @@ def assert_refused_alike(config: DictConfig, setting: str, why: str, fix: str) -
 
 @pytest.mark.parametrize(("mode", "overrides", "setting", "why", "fix"), REFUSED)
 def test_preflight_and_engine_refuse_the_same(mode, overrides, setting, why, fix, config_of) -> None:
-    assert_refused_alike(config_of(overrides, mode), setting or overrides.split()[-1], why, fix)
+    assert_both_refuse(config_of(overrides, mode), setting or overrides.split()[-1], why, fix)
 
 
-def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
+def test_engine_errors_are_one_line_of_setting_cause_and_fix(config_of) -> None:
     key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
     config = config_of(f"{key}=2", PADDED)
-    check_engine(*engine_configs(config, ACTOR))  # says nothing of batches, as in SFT
-    said = rf"{key}=2: sequence parallelism would cut padded groups. Fix: .*; or set .*in verl's SFT trainer"
+    check_engine(*engine_configs(config, ACTOR))
+    said = rf"{key}=2: sequence parallelism would cut padded groups.* \(fix: .*; or set .*in verl's SFT trainer"
     with pytest.raises(ValueError, match=said):
         check_engine(*engine_configs(config, REF))
 
 
-def test_what_a_machine_lacks_is_refused_with_the_command(config_of, monkeypatch) -> None:
+def test_missing_packages_are_refused_with_the_fix(config_of, monkeypatch) -> None:
     find_spec = rules.importlib.util.find_spec
     for name, mixer in MIXERS.items():
         lacking = replace(mixer, machine_obstacles=lambda device: ["no fla: pip install fla-core"])
@@ -107,7 +107,7 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, monkeypatch
     lacking = "prefix_grouper"
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None if name == lacking else find_spec(name))
     assert errors(config_of("", PADDED))[0].fix.startswith("pip install prefix_grouper, or ")
-    monkeypatch.setattr(rules, "compiler_obstacle", lambda *asked: "no compiler")
+    monkeypatch.setattr(rules, "compiler_obstacle", lambda *_: "no compiler")
     assert errors(config_of(f"{COMPILED} {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2"))[0].why == "no compiler"
     monkeypatch.setattr(rules, "FLOAT32_ANGLE_TYPES", {"qwen3"})
     monkeypatch.setattr(rules, "FSDP2_CASTS_AGAIN", False)
@@ -116,10 +116,11 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, monkeypatch
     assert f"{ACTOR}.strategy=fsdp" in issue.fix
 
 
-@pytest.mark.usefixtures("on_gpu")
-def test_float32_is_refused_where_a_gpu_kernel_computes_none(config_of) -> None:
+def test_float32_is_refused_on_kernels_of_a_gpu_only(config_of, request) -> None:
     key = f"{ACTOR}.fsdp_config.mixed_precision"
     config = {f"{key}.param_dtype": "fp32"}
+    assert errors(config_of(config)) == []
+    request.getfixturevalue("on_gpu")
     (issue,) = errors(config_of(config))
     assert issue.setting == f"{key}.param_dtype=fp32"
     assert issue.why == "on a GPU ++prefix_grouper.attention_kernel=auto supports only bf16 and fp16"
@@ -128,11 +129,7 @@ def test_float32_is_refused_where_a_gpu_kernel_computes_none(config_of) -> None:
     assert errors(config_of({f"{key}.param_dtype": "bf16"})) == []
 
 
-def test_float32_runs_on_a_cpu(config_of) -> None:
-    assert errors(config_of({f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "fp32"})) == []
-
-
-def test_dropout_of_an_adapter_is_refused_with_the_file_that_says_it(config_of, tmp_path: Path) -> None:
+def test_adapter_dropout_is_refused_and_adapters_need_no_reference(config_of, tmp_path: Path) -> None:
     file = tmp_path / "adapter_config.json"
     settings = {f"{MODEL}.lora_adapter_path": str(tmp_path), f"{MODEL}.lora_rank": 8, f"{ACTOR}.strategy": "fsdp2"}
     file.write_text('{"r": 8, "lora_dropout": 0.05}')
@@ -145,6 +142,7 @@ def test_dropout_of_an_adapter_is_refused_with_the_file_that_says_it(config_of, 
         file.write_text(content)
         assert errors(config_of(settings)) == [], content
     assert errors(config_of({**settings, f"{MODEL}.lora_adapter_path": "hdfs://cluster/adapter"})) == []
+    assert [roles_of(config_of(given)) for given in ("", f"{MODEL}.lora_adapter_path=a/b")] == [[ACTOR, REF], [ACTOR]]
 
 
 OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"
@@ -154,10 +152,6 @@ OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"
     ("settings", "size"),
     [("", 1), (f"{OWN}=2", 2), (f"{DEPRECATED}=2", 2), (f"{DEPRECATED}=1 {OWN}=4", 4), (f"{DEPRECATED}=2 {OWN}=4", 2)],
 )
-def test_verls_deprecated_size_wins_where_it_is_above_one_and_is_no_critics(config_of, settings, size) -> None:
+def test_deprecated_sp_size_wins_above_one_but_not_for_critics(config_of, settings, size) -> None:
     config = config_of(f"{settings} critic.fsdp.{SP}=2 critic.{SP}=4")
     assert [engine_of(config, role).sp_size for role in (ACTOR, "critic")] == [size, 2]
-
-
-def test_an_adapter_alone_makes_the_actor_its_own_reference_policy(config_of) -> None:
-    assert [roles_of(config_of(asked)) for asked in ("", f"{MODEL}.lora_adapter_path=a/b")] == [[ACTOR, REF], [ACTOR]]

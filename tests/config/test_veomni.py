@@ -1,4 +1,4 @@
-"""Runs on the VeOmni engine: the flag reaches it, and what is not proven is refused by name, in both places alike."""
+"""The VeOmni engine: the flag reaches it, and untested settings are refused in both places."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.config.config_support import CRITIC, compose_config, compose_stock
-from tests.config.test_rules import assert_refused_alike, engine_configs, errors
+from tests.config.test_rules import assert_both_refuse, engine_configs, errors
 from verl_pg_plugin.config import PrefixGrouperVeOmniEngineConfig, engine_config, rules
 from verl_pg_plugin.config.engage import engage
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF
@@ -42,14 +42,14 @@ def veomni_config(runnable_overrides: list[str], places: dict[str, Path]) -> Any
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it looks where the package veomni is."""
+    """Pretend that the package veomni is installed."""
     stub = ModuleType("veomni")
     stub.__spec__ = ModuleSpec("veomni", None)
     monkeypatch.setitem(sys.modules, "veomni", sys.modules.get("veomni", stub))
-    monkeypatch.setattr(engine_config, "assert_in_force", lambda *asked: None)
+    monkeypatch.setattr(engine_config, "assert_in_force", lambda *_: None)
 
 
-def test_the_flag_reaches_both_roles_from_either_entry_point(veomni_config, runnable_overrides: list[str]) -> None:
+def test_flag_reaches_both_roles_from_both_entry_points(veomni_config, runnable_overrides: list[str]) -> None:
     stock = compose_stock("model_engine=veomni", *runnable_overrides, FLAG, "+prefix_grouper.prefix_cache=off")
     engage(stock)
     for config in (veomni_config("++prefix_grouper.prefix_cache=off"), stock):
@@ -63,41 +63,35 @@ def test_the_flag_reaches_both_roles_from_either_entry_point(veomni_config, runn
 
 @pytest.mark.parametrize(("override", "why", "fix"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_preflight_and_engine_refuse_the_same(override: str, why: str, fix: str, veomni_config) -> None:
-    assert_refused_alike(veomni_config(override), override.partition("=")[0], why, fix)
+    assert_both_refuse(veomni_config(override), override.partition("=")[0], why, fix)
 
 
-def test_a_critic_is_refused_and_all_that_is_wrong_is_named_at_once(veomni_config) -> None:
+def test_critics_other_ulysses_sizes_and_missing_groups_are_refused(veomni_config, runnable_overrides) -> None:
     both = f"{KEY}.expert_parallel_size=2", f"{KEY}.enable_fsdp_offload=True"
-    found = {issue.setting: issue.fix for issue in errors(veomni_config(*CRITIC.split(), *both))}
-    assert found["critic.strategy=veomni"] == "model_engine=dp"
-    assert found.keys() >= {*both}
+    fixes = {issue.setting: issue.fix for issue in errors(veomni_config(*CRITIC.split(), *both))}
+    assert fixes["critic.strategy=veomni"] == "model_engine=dp"
+    assert fixes.keys() >= {*both}
     one = f"{MODEL}.path={{models}}/qwen3_moe", f"++{MODEL}.override_config.num_experts_per_tok=1"
-    assert "zeros mark tokens" in errors(veomni_config(*one, f"{KEY}.router_replay.mode=R2"))[0].why
-
-
-def test_ranks_of_the_reference_policy_share_tokens_as_the_actors_do(veomni_config) -> None:
+    assert "zeros say that" in errors(veomni_config(*one, f"{KEY}.router_replay.mode=R2"))[0].why
     (issue,) = errors(veomni_config("trainer.n_gpus_per_node=2", f"{REF}.veomni.ulysses_parallel_size=2"))
     assert "uses the size of a process's first engine" in issue.why
     assert issue.setting == f"{REF}.veomni.ulysses_parallel_size=2"
     assert issue.fix == f"{REF}.veomni.ulysses_parallel_size=1"
     ignored = f"+{ACTOR}.ulysses_sequence_parallel_size=3", f"{MODEL}.use_liger=True"  # VeOmni brings its own kernels
     assert errors(veomni_config("trainer.n_gpus_per_node=2", f"{KEY}.ulysses_parallel_size=2", *ignored)) == []
+    issues = errors(compose_config(*runnable_overrides, FLAG, f"{ACTOR}.strategy=veomni"))
+    assert {issue.fix for issue in issues} == {"model_engine=veomni"}
 
 
-def test_the_strategy_alone_is_told_which_group_brings_its_section(runnable_overrides: list[str]) -> None:
-    found = errors(compose_config(*runnable_overrides, FLAG, f"{ACTOR}.strategy=veomni"))
-    assert {issue.fix for issue in found} == {"model_engine=veomni"}
-
-
-def test_no_whole_gradients_wait_from_one_micro_batch_to_the_next() -> None:
-    """verl's FSDP engine, whose loop ours is, keeps them where a config does not say; VeOmni's own loop never does."""
+def test_gradients_are_reduced_after_every_micro_batch() -> None:
+    """verl's FSDP loop, which ours is, defers this unless a config says otherwise; VeOmni's loop never does."""
     assert PrefixGrouperVeOmniEngineConfig().use_no_sync_for_gradient_accumulation is False
 
 
 @pytest.mark.parametrize(("address", "is_warning"), [("local", False), ("auto", True)])
-def test_a_driver_without_the_package_starts_workers_that_may_have_it(address, is_warning, veomni_config, monkeypatch):
+def test_missing_package_is_a_warning_only_on_a_cluster(address, is_warning, veomni_config, monkeypatch):
     monkeypatch.undo()  # the package and its engine are not there
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
-    found = preflight(veomni_config(f"{RAY_INIT}.address={address}"))
+    issues = preflight(veomni_config(f"{RAY_INIT}.address={address}"))
     fix = "pip install veomni, or model_engine=dp"
-    assert found == [Issue(f"{role}.strategy=veomni", found[0].why, fix, is_warning) for role in (ACTOR, REF)]
+    assert issues == [Issue(f"{role}.strategy=veomni", issues[0].why, fix, is_warning) for role in (ACTOR, REF)]

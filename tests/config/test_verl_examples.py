@@ -1,4 +1,4 @@
-"""Each of verl's own example scripts for FSDP, with the flag added, runs or is refused for the reason in the table."""
+"""Each of verl's FSDP example scripts, with the flag added, runs or is refused for the reason in the table."""
 
 import importlib.util
 import re
@@ -25,9 +25,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
-    name: str, checkpoints: dict[str, Path], config_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verls_examples_run_or_are_refused_with_their_reason(name: str, checkpoints, config_of, monkeypatch) -> None:
     find, there = importlib.util.find_spec, importlib.util.find_spec("torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flash_attn" else find(name))
     script = SCRIPTS[name]
@@ -44,7 +42,7 @@ def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
         assert any(script["refused"] in issue.why and script["way"] in issue.fix for issue in errors), errors
 
 
-def test_the_page_names_each_example_that_is_refused_or_runs_uncompiled() -> None:
+def test_support_page_names_refused_and_uncompiled_examples() -> None:
     page = (Path(__file__).parents[2] / "docs/support.md").read_text()
     runs = sum("refused" not in script for script in SCRIPTS.values())
     _, rest = page.split(f"{runs} of {len(SCRIPTS)} run. Run with layers uncompiled: ")

@@ -1,4 +1,4 @@
-"""The rollout as verl uses it: seeds, abort and resume, weights, teachers, images, platform, and what it refuses."""
+"""The rollout as verl uses it: seeds, abort and resume, weights, teachers, images, platform, and refusals."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ import pytest
 import torch
 from make_image_task import draw_squares, make_tiny_vision_checkpoint
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from verl.utils import hf_processor
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
@@ -32,30 +32,28 @@ def make_server(checkpoint: Path, replica_rank: int = 0, **config: Any) -> HFSer
     return HFServer(rollout_config(**config), HFModelConfig(path=str(checkpoint)), replica_rank)
 
 
-def ask(
+def send(
     server: HFServer, prompt: list[int] = PROMPT, image: Image.Image | None = None, name: str = "r", **params: Any
 ) -> Any:
     return server.generate(prompt, {"ignore_eos": True, **params}, name, image_data=image and [image])
 
 
-def ask_together(server: HFServer, *asked: dict[str, Any]) -> list[Any]:
-    """What ``ask`` gives for each, an exception too."""
+def send_together(server: HFServer, *requests: dict[str, Any]) -> list[Any]:
+    async def send_all() -> list[Any]:
+        return await asyncio.gather(*(send(server, **params) for params in requests), return_exceptions=True)
 
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(ask(server, **params) for params in asked), return_exceptions=True)
-
-    return asyncio.run(all_of_them())
+    return asyncio.run(send_all())
 
 
-def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Path) -> None:
-    """Seeds that a request brings, of its name with full determinism, and of its prompt, which draw a response each."""
+def test_seeds_give_the_same_tokens_in_any_batch_and_others_in_later_turns(checkpoint: Path) -> None:
+    """Seeds of the request, of its name with full determinism, and of its prompt with a count."""
     prompts = [[10 + index % 3, 11] for index in range(9)]
 
     async def responses(order: list[int], max_num_seqs: int, of: str, step: int = 1, rank: int = 0) -> list[Any]:
         server = make_server(checkpoint, rank, max_num_seqs=max_num_seqs, full_determinism=of == "name")
         await server.set_global_steps(step)
-        told = [{"seed": 100 + i} if of == "seed" else {"name": f"det-{i}"} for i in order]
-        outputs = await asyncio.gather(*(ask(server, prompts[i], **told[at]) for at, i in enumerate(order)))
+        params = [{"seed": 100 + i} if of == "seed" else {"name": f"det-{i}"} for i in order]
+        outputs = await asyncio.gather(*(send(server, prompts[i], **params[at]) for at, i in enumerate(order)))
         drawn = zip(order, outputs, strict=True)
         return sorted((prompts[i], None if of == "prompt" else i, output.token_ids) for i, output in drawn)
 
@@ -66,33 +64,35 @@ def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Pa
         assert len({tuple(tokens) for *_, tokens in first}) == 9
     for other in ({"step": 2}, {"rank": 1}):
         assert asyncio.run(responses(list(range(9)), 256, of, **other)) != first
-
-
-def test_a_later_turn_does_not_repeat_the_random_numbers_of_the_first(checkpoint: Path) -> None:
-    """An agent loop sends the same seed for every turn of a session."""
+    # An agent loop sends the same seed for every turn of a session.
     server = make_server(checkpoint)
-    first, later = (asyncio.run(ask(server, prompt, seed=7)).token_ids for prompt in ([10, 11], [10, 11, 12]))
-    # The model is random and nearly uniform, so equal random numbers would give nearly equal tokens.
+    first, later = (asyncio.run(send(server, prompt, seed=7)).token_ids for prompt in ([10, 11], [10, 11, 12]))
+    # The model is nearly uniform, so equal random numbers would give nearly equal tokens.
     assert sum(a == b for a, b in zip(first, later, strict=True)) < len(first) // 2
 
 
-def test_a_response_never_outgrows_the_context(checkpoint: Path) -> None:
-    asked = {}, {"max_tokens": 50}, {"max_new_tokens": 2}, {"prompt": list(range(10, 20))}
-    *outputs, full = ask_together(make_server(checkpoint, max_model_len=10), *asked)
+def test_responses_fit_the_context_and_bad_requests_fail_alone(checkpoint: Path) -> None:
+    requests = {}, {"max_tokens": 50}, {"max_new_tokens": 2}, {"prompt": list(range(10, 20))}
+    *outputs, full = send_together(make_server(checkpoint, max_model_len=10), *requests)
     assert [len(output.token_ids) for output in outputs] == [6, 6, 2]
     assert "leaves no room in a context of 10" in str(full)
+    requests = {}, {"prompt": PROMPT * 10}, {"prompt": []}, {"min_p": 0.5}
+    good, long, empty, unknown = send_together(make_server(checkpoint), *requests)
+    assert [len(output.token_ids) for output in (good, long)] == [16, 32 + 16 - 40]
+    assert "at least one token" in str(empty)
+    assert "min_p" in str(unknown)
 
 
-def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoint: Path) -> None:
+def test_aborted_requests_resume_to_the_same_response(checkpoint: Path) -> None:
     """verl's partial rollout: resend prompt plus tokens so far once generation is open again."""
 
     async def scenario() -> None:
         server = make_server(checkpoint, response_length=400)
         await server.set_global_steps(7)
-        whole = await ask(server, temperature=0)
+        whole = await send(server, temperature=0)
         forwards: list[None] = []
         server.model.register_forward_hook(lambda *_: forwards.append(None))
-        request = asyncio.create_task(ask(server, temperature=0))
+        request = asyncio.create_task(send(server, temperature=0))
         while len(forwards) < 2:  # the second follows the first token
             await asyncio.sleep(0.001)
         await server.abort_all_requests()
@@ -100,7 +100,7 @@ def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoin
         assert partial.extra_fields["global_steps"] == 7
         assert 0 < len(partial.log_probs) == len(partial.token_ids) < 400
         so_far = partial.token_ids
-        parked = asyncio.create_task(ask(server, PROMPT + so_far, temperature=0, max_tokens=400 - len(so_far)))
+        parked = asyncio.create_task(send(server, PROMPT + so_far, temperature=0, max_tokens=400 - len(so_far)))
         await asyncio.sleep(0.1)
         assert not parked.done()
         await server.resume_generation()
@@ -108,23 +108,13 @@ def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoin
         assert so_far + rest.token_ids == whole.token_ids
         assert (partial.stop_reason, rest.stop_reason) == ("aborted", "completed")
         await server.abort_all_requests(reject_request=True)
-        rejected = await ask(server)
+        rejected = await send(server)
         assert (rejected.stop_reason, rejected.token_ids) == ("aborted", [])
 
     asyncio.run(scenario())
 
 
-def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTrainedModel) -> None:
-    """The server starts from noise."""
-    server = make_server(checkpoint, load_format="dummy")
-    with pytest.raises(RuntimeError, match="before the trainer's first update_weights"):
-        asyncio.run(ask(server))
-    for name, tensor in model.state_dict().items():
-        asyncio.run(server.update_weights({name: tensor}))
-    assert_log_probs(model, PROMPT, asyncio.run(ask(server)))
-
-
-def test_weights_come_in_buckets_and_others_than_the_models_are_refused(checkpoint, monkeypatch) -> None:
+def test_weights_arrive_in_buckets_and_unknown_ones_are_refused(checkpoint, monkeypatch, model) -> None:
     server = make_server(checkpoint, load_format="dummy")
     with pytest.raises(RuntimeError, match=r"lora_A.*lora\.merge=True"):
         asyncio.run(server.update_weights({"layers.0.lora_A": torch.zeros(1)}))
@@ -149,10 +139,16 @@ def test_weights_come_in_buckets_and_others_than_the_models_are_refused(checkpoi
         asyncio.run(adapter.update_weights([], wire_format="delta_flush"))
     with pytest.raises(NotImplementedError, match=r"lora\.merge=True"):
         asyncio.run(adapter.update_weights([], peft_config={"r": 8}))
+    server = make_server(checkpoint, load_format="dummy")
+    with pytest.raises(RuntimeError, match="before the trainer's first update_weights"):
+        asyncio.run(send(server))
+    for name, tensor in model.state_dict().items():
+        asyncio.run(server.update_weights({name: tensor}))
+    assert_log_probs(model, PROMPT, asyncio.run(send(server)))
 
 
-def test_every_expert_that_a_trainer_sends_arrives(tmp_path: Path, tokenizer: Any) -> None:
-    """transformers keeps the experts of a layer in one tensor, and verl sends each expert's matrices by themselves."""
+def test_weights_of_single_experts_are_loaded(tmp_path: Path, tokenizer: Any) -> None:
+    """transformers keeps a layer's experts in one tensor; verl sends the matrices of each expert."""
     save_tiny_model(tmp_path, "qwen3_moe", num_experts=8, moe_intermediate_size=16)
     tokenizer.save_pretrained(tmp_path)
     server = make_server(tmp_path, load_format="dummy")
@@ -165,32 +161,24 @@ def test_every_expert_that_a_trainer_sends_arrives(tmp_path: Path, tokenizer: An
         assert torch.equal(server.model.state_dict()[name], weight), name
 
 
-def test_one_bad_request_fails_alone(checkpoint: Path) -> None:
-    asked = {}, {"prompt": PROMPT * 10}, {"prompt": []}, {"min_p": 0.5}
-    good, long, empty, unknown = ask_together(make_server(checkpoint), *asked)
-    assert [len(output.token_ids) for output in (good, long)] == [16, 32 + 16 - 40]
-    assert "at least one token" in str(empty)
-    assert "min_p" in str(unknown)
-
-
 SEQUENCES = [[10, 11, 12, 13, 14], [10, 11, 40], list(range(20, 32))]
 
 
-def test_prompt_logprobs_are_those_of_the_model_in_verls_order(checkpoint: Path, model: Any) -> None:
+def test_prompt_logprobs_match_the_model_in_verls_order(checkpoint: Path, model: Any) -> None:
     sent = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-    outputs = ask_together(make_server(checkpoint), *({"prompt": sequence, **sent} for sequence in SEQUENCES))
+    outputs = send_together(make_server(checkpoint), *({"prompt": sequence, **sent} for sequence in SEQUENCES))
     for sequence, output in zip(SEQUENCES, outputs, strict=True):
         log_probs = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
         ids = torch.tensor(output.extra_fields["prompt_ids"])
-        found = torch.tensor(output.extra_fields["prompt_logprobs"])
-        assert ids.shape == found.shape == (len(sequence), 1)
+        log_probs_sent = torch.tensor(output.extra_fields["prompt_logprobs"])
+        assert ids.shape == log_probs_sent.shape == (len(sequence), 1)
         assert ids[:-1, 0].tolist() == sequence[1:]
-        torch.testing.assert_close(found[:-1], log_probs.gather(1, ids[:-1]))
-        assert not found[-1].any()
+        torch.testing.assert_close(log_probs_sent[:-1], log_probs.gather(1, ids[:-1]))
+        assert not log_probs_sent[-1].any()
         assert len(output.token_ids) == 1
 
 
-def test_what_would_be_ignored_or_mean_something_else_is_refused(checkpoint: Path) -> None:
+def test_unsupported_inputs_and_settings_are_refused(checkpoint: Path) -> None:
     server = make_server(checkpoint)
     with pytest.raises(ValueError, match="does not support images for qwen3"):
         asyncio.run(server.generate(PROMPT, {}, "r", image_data=[object()], video_data=None))
@@ -204,7 +192,7 @@ def test_what_would_be_ignored_or_mean_something_else_is_refused(checkpoint: Pat
         HFReplica(0, rollout_config(), None, gpus_per_node=1, is_reward_model=True)
 
 
-def test_log_probs_are_those_of_the_whole_sequence_with_its_image(tmp_path: Path) -> None:
+def test_log_probs_with_images_match_single_sequences(tmp_path: Path) -> None:
     """Prompts of different images, of equal ones and of none, in one batch."""
     vision_checkpoint = make_tiny_vision_checkpoint(tmp_path / "model", warm_up_steps=0)
     processor = hf_processor(str(vision_checkpoint))
@@ -214,8 +202,8 @@ def test_log_probs_are_those_of_the_whole_sequence_with_its_image(tmp_path: Path
         text = f"<|im_start|>user\n{shown}How many?<|im_end|>\n<|im_start|>assistant\n"
         prompts.append(dict(processor(text=[text], images=image and [image], return_tensors="pt")))
     tokens = [prompt["input_ids"][0].tolist() for prompt in prompts]
-    asked = ({"prompt": ids, "image": image, "seed": 3} for ids, image in zip(tokens, images, strict=True))
-    outputs = ask_together(make_server(vision_checkpoint, prompt_length=64, response_length=6), *asked)
+    requests = ({"prompt": ids, "image": image, "seed": 3} for ids, image in zip(tokens, images, strict=True))
+    outputs = send_together(make_server(vision_checkpoint, prompt_length=64, response_length=6), *requests)
     model = AutoModelForImageTextToText.from_pretrained(vision_checkpoint, dtype=torch.float32)
     placeholders = [model.config.image_token_id, model.config.video_token_id]
     for inputs, output in zip(prompts, outputs, strict=True):
@@ -250,7 +238,7 @@ sys.stdout.write(f'{registered} {_detect_platform_name() == "cpu"} {init.__defau
 """
 
 
-def test_the_platform_is_selected_on_request_and_auto_detection_and_process_groups_are_left_alone_else() -> None:
+def test_platform_is_used_on_request_only() -> None:
     selected, left_alone = run_fresh([(SELECTED, {"VERL_PLATFORM": "cpu"}), (LEFT_ALONE, {})])
     assert selected.stdout.splitlines()[-1] == "cpu cpu verl_pg_plugin.cpu.device (None, 'cpu:gloo')", selected.stderr
     assert left_alone.stdout.splitlines()[-1] == "True False (None, None)", left_alone.stderr

@@ -10,7 +10,7 @@ import torch
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
-def test_logits_are_equal_at_every_valid_token_and_only_there(model_type: str, device: str) -> None:
+def test_valid_tokens_have_equal_logits(model_type: str, device: str) -> None:
     model = rmpad_forward.build_model(model_type, device)
     result = rmpad_forward.compare(model, *rmpad_forward.build_batch(device))
     valid = result.attention_mask.bool()
@@ -20,7 +20,7 @@ def test_logits_are_equal_at_every_valid_token_and_only_there(model_type: str, d
     assert (result.repadded[~valid] == 0).all()
 
 
-def test_the_example_runs_without_arguments(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_example_runs_without_arguments(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["rmpad_forward.py"])
     rmpad_forward.main()
     assert {"Qwen2.5", "Qwen3"} <= set(re.findall(r"Qwen[\d.]+", capsys.readouterr().out))

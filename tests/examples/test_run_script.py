@@ -11,7 +11,7 @@ DATA = {"MODEL_PATH": "{}", "TRAIN_FILES": "{}/data.parquet", "VAL_FILES": "{}/d
 
 
 def run_script(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``{}`` stands for the folder, which has a file of data and a ``python`` that says its arguments."""
+    """Run with ``{}`` replaced by a folder that has data and a ``python`` that prints its arguments."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
@@ -32,20 +32,20 @@ def run_script(tmp_path: Path, **environment: str) -> subprocess.CompletedProces
         ({**DATA, "DEVICE": "tpu"}, "error: DEVICE=tpu is neither cpu nor gpu"),
     ],
 )
-def test_inputs_that_are_missing_or_wrong_are_named(tmp_path: Path, variables: dict[str, str], says: str) -> None:
+def test_missing_and_wrong_inputs_are_named(tmp_path: Path, variables: dict[str, str], says: str) -> None:
     done = run_script(tmp_path, **variables)
     assert done.returncode == 1
     assert says in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", ["run_qwen3_pg.sh", "run_qwen3_tools_pg.sh", "run_qwen3_agent_pg.sh"])
-def test_help_lists_every_variable_that_the_script_reads_and_starts_nothing(tmp_path: Path, script: str) -> None:
+def test_help_lists_every_variable_of_the_script(tmp_path: Path, script: str) -> None:
     command = ["bash", str(SCRIPT.with_name(script)), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0
     assert list(tmp_path.iterdir()) == []
     internal = {"BASH_SOURCE", "OMP_NUM_THREADS", "!name"}
-    # The scripts for tools and agents hand on to the first.
+    # The scripts for tools and agents call the first.
     text = SCRIPT.read_text() + SCRIPT.with_name(script).read_text()
     read = {part.split(":-")[0] for part in text.split("${")[1:] if ":-" in part.split("}")[0]} - internal
     assert read >= {"MODEL_PATH", "NGPUS_PER_NODE", "LR"}
@@ -64,11 +64,11 @@ def test_help_lists_every_variable_that_the_script_reads_and_starts_nothing(tmp_
     ],
     ids=["gpu", "cpu", "set"],
 )
-def test_fifteen_epochs_on_gpus_are_not_lost(tmp_path: Path, variables: dict[str, str], expected: list[str]) -> None:
+def test_gpu_runs_save_and_resume(tmp_path: Path, variables: dict[str, str], expected: list[str]) -> None:
     runs = [run_script(tmp_path, **DATA, PYTHON="{}/python", **variables) for _ in range(2)]
     assert all(done.returncode == 0 for done in runs), runs[0].stderr
-    said = [done.stdout.splitlines() for done in runs]
-    assert all(override in arguments for override in expected for arguments in said)
-    folders = [next(a for a in arguments if a.startswith("trainer.default_local_dir=")) for arguments in said]
-    # Where a run resumes from stays; a trial's is its own.
+    outputs = [done.stdout.splitlines() for done in runs]
+    assert all(override in arguments for override in expected for arguments in outputs)
+    folders = [next(a for a in arguments if a.startswith("trainer.default_local_dir=")) for arguments in outputs]
+    # Runs resume from a fixed folder; each trial on a CPU has its own.
     assert (folders[0] == folders[1]) == ("DEVICE" not in variables)

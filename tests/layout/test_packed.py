@@ -1,4 +1,4 @@
-"""Order and layouts over random trees: a token is computed once, reads its ancestors and gets every gradient."""
+"""Prefix order and layouts of random trees: a token is computed once, sees its ancestors and gets every gradient."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,14 +15,13 @@ from verl_pg_plugin.layout.padded import build_padded_layout
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
-def test_tokens_of_several_bytes_are_sorted_as_numbers(dtype: type) -> None:
-    """Ranks of another byte order would cut the same batch otherwise."""
+def test_tokens_are_sorted_as_numbers_not_bytes(dtype: type) -> None:
+    """Ranks with another byte order would cut the same batch differently."""
     tokens = np.array([256, 1, 0, 1, 1, 0, 65536, 1, 0, 255, 1, 0], dtype=dtype)
     assert build_prefix_order(tokens, np.arange(0, 13, 3)).sequences.tolist() == [1, 3, 0, 2]
 
 
-PART = st.one_of(st.integers(0, 2), st.integers(10, 11))
-"""A token of text, or an image of three tokens."""
+PART = st.one_of(st.integers(0, 2), st.integers(10, 11))  # a token of text, or an image of three tokens
 SEQUENCES = st.lists(
     st.tuples(st.lists(PART, min_size=1, max_size=6), st.integers(0, 2)).map(lambda parts: [*parts[0], parts[1]]),
     min_size=1,
@@ -31,14 +30,14 @@ SEQUENCES = st.lists(
 
 
 def laid_out(sequences: list[list[int]]) -> tuple[IntArray, IntArray, IntArray]:
-    """Keys, offsets and how far inside an image each stands."""
+    """Return keys, offsets and the offset of each token inside its image."""
     keys = [[key for part in parts for key in [part] * (3 if part >= 10 else 1)] for parts in sequences]
     offset_in_image = [[k for part in parts for k in range(3 if part >= 10 else 1)] for parts in sequences]
     return np.concatenate(keys), np.cumsum([0, *map(len, keys)]), np.concatenate(offset_in_image)
 
 
 @given(SEQUENCES)
-def test_images_stay_whole_nothing_else_is_shared_less_and_tokens_know_where_they_come_from(sequences) -> None:
+def test_images_stay_whole_and_text_is_shared_as_before(sequences) -> None:
     keys, offsets, offset_in_image = laid_out(sequences)
     broken, whole = build_prefix_order(keys, offsets), build_prefix_order(keys, offsets, None, offset_in_image)
     assert (offset_in_image[offsets[whole.sequences] + whole.num_shared] == 0).all()
@@ -56,10 +55,9 @@ def test_images_stay_whole_nothing_else_is_shared_less_and_tokens_know_where_the
 
 
 @pytest.mark.parametrize(("parts", "computed"), [([1, 2], 1), ([1, 10, 2], 1), ([10, 1, 2], 3)])
-def test_a_rank_without_a_prefill_runs_one_token_or_image_that_nobody_reads(parts: list[int], computed: int) -> None:
-    keys, offsets, offset_in_image = laid_out([parts, [0, 1]])
-    images = offset_in_image if offset_in_image.any() else None
-    sequences = Sequences(keys, offsets, np.ones(2, dtype=np.int64), offset_in_image=images)
+def test_idle_prefills_run_one_token_or_image(parts: list[int], computed: int) -> None:
+    keys, offsets, inside = laid_out([parts, [0, 1]])
+    sequences = Sequences(keys, offsets, np.ones(2, dtype=np.int64), offset_in_image=inside if inside.any() else None)
     idle, own = sequences.build_idle_prefill(), list(range(computed))
     assert (idle.input_ids.tolist(), idle.labels.tolist()) == (keys[own].tolist(), keys[1:][own].tolist())
     assert (idle.position_ids.tolist(), idle.kv_index.tolist(), idle.num_cached, idle.is_chunk) == (own, own, 0, False)
@@ -67,7 +65,7 @@ def test_a_rank_without_a_prefill_runs_one_token_or_image_that_nobody_reads(part
     assert not len(idle.publish) + len(idle.response_head)
 
 
-def test_where_no_sequence_has_two_tokens_one_is_computed_that_nobody_reads() -> None:
+def test_batches_without_two_tokens_compute_one() -> None:
     alone = batch_of(((5,), ()), ((6,), ())).as_numbers
     first = batch_of(((5,), ()), ((6, 7), (8,))).as_numbers
     prefills = [(sequences.build_idle_prefill(), 1) for sequences in (alone, first)]
@@ -102,17 +100,17 @@ def check_tokens(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> None:
 
 
 @given(st.data(), ANY_BATCH, st.booleans())
-def test_every_token_is_computed_by_one_chunk_of_its_group_and_sees_its_ancestors(data, batch, forward_only) -> None:
+def test_chunks_compute_each_token_once_and_see_its_ancestors(data, batch, forward_only) -> None:
     at_least = data.draw(st.just(1) | st.integers(1, len(batch.sequences)))
     for group in data.draw(plans(batch, at_least=at_least)):
         parts = lay_out(batch, group, forward_only)
         # Of the split group's sequences; of an ordinary micro-batch, all.
         rows = batch.take([s for part in group for s in part.sequences[: num_of_group(part) or None]]).rows()
-        # What fills chunks reads none of the others, so prefixes that it shares are computed again.
+        # Fillers of chunks read no cached tokens, so prefixes that they share are computed again.
         fillers = [batch.take(part.sequences[num_of_group(part) :]) for part in group if part.chunk]
         owned = Counter(key for p in parts for key in p.own_keys if key in rows)
         once = Counter(rows) + Counter(key for filler in fillers for key in filler.rows() & rows)
-        # A chunk that only another rank's number asks for may compute again what it has no room to read.
+        # A chunk that exists only to match another rank may recompute what it has no room to read.
         assert owned == once or (at_least > 1 and owned >= once)
         for p in parts:
             assert p.layout.num_tokens == p.part.num_tokens
@@ -138,13 +136,13 @@ def check_attends(p: LaidOut) -> None:
 
 
 def with_heads(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> list[tuple[tuple[int, Key], bool]]:
-    """What a forward publishes, in the order of the path: tokens, and whether they have a head output."""
+    """Return the tokens that a forward publishes, in path order, and whether each has a head output."""
     heads = set(layout.head_index.tolist())
     return [(own_keys[row], row in heads) for row in layout.publish.tolist()]
 
 
 def check_reads(p: LaidOut, cached: list[tuple[tuple[int, Key], bool]]) -> None:
-    """Every cached token is there; every response token is read from one with its path, label and head output."""
+    """Check that all cached tokens exist and each response token reads one of its path, label and head output."""
     layout = p.layout
     assert [key for key, _ in cached] == p.keys[: layout.num_cached]
     assert all(cached[position][1] for position in layout.cached_heads.tolist())
@@ -161,14 +159,14 @@ def check_reads(p: LaidOut, cached: list[tuple[tuple[int, Key], bool]]) -> None:
 
 
 def response_rows(layout: PackedLayout) -> list[tuple[int, int]]:
-    """Of each response token its logical index and the index into [cached | own] that it is read from."""
+    """Return the logical index of each response token and the index into [cached | own] that it reads."""
     heads = [*layout.cached_heads.tolist(), *(layout.num_cached + layout.head_index).tolist()]
     places = zip(layout.response_index.tolist(), layout.response_head.tolist(), strict=True)
     return [(place, heads[head]) for place, head in places]
 
 
 @given(st.data(), ANY_BATCH)
-def test_without_gradient_a_chunk_finds_in_the_cache_what_earlier_chunks_left(data, batch) -> None:
+def test_forward_chunks_read_what_earlier_chunks_cached(data, batch) -> None:
     for group in data.draw(plans(batch)):
         cache: list[tuple[tuple[int, Key], bool]] = []
         for p in lay_out(batch, group, forward_only=True):
@@ -180,8 +178,8 @@ def test_without_gradient_a_chunk_finds_in_the_cache_what_earlier_chunks_left(da
 
 
 @given(st.data(), ANY_BATCH)
-def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_computes_the_token_once(data, batch) -> None:
-    """Keys' gradients by (reader, row), and head outputs' by response token: counted, none lost, none twice."""
+def test_prefills_fill_the_cache_and_gradients_reach_the_owner_once(data, batch) -> None:
+    """Count gradients of keys by (reader, token) and of head outputs by response token."""
     for group in data.draw(plans(batch)):
         laid_out = lay_out(batch, group, forward_only=False)
         received: Counter = Counter()
@@ -214,7 +212,7 @@ def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_compu
                 received.update({(key, reader): times for reader, times in total.items()})
             for position, more in enumerate(sums[:c]):
                 pending[position] += more
-        assert not cache, "every sum has found its owner"
+        assert not cache, "every sum reached its owner"
         keys = [key for p in laid_out for key in p.own_keys]
         expected = Counter((row, key) for key in keys for row in ancestors(key))
         for s in (s for part in group for s in part.sequences):
@@ -225,8 +223,8 @@ def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_compu
 
 
 @given(st.data(), tries(), st.booleans())
-def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(data, batch, forward_only) -> None:
-    """In the order in which the engine runs chunks: in reverse with a gradient."""
+def test_states_are_published_only_where_later_chunks_resume(data, batch, forward_only) -> None:
+    """In the order in which the engine runs chunks: reversed with gradients."""
     for group in data.draw(plans(batch)):
         layouts = [p.layout for p in lay_out(batch, group, forward_only)]
         cached: list[int] = []
@@ -234,17 +232,17 @@ def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(data, ba
         for layout in layouts if forward_only else layouts[::-1]:
             if not forward_only:
                 owned = [at for at in cached if at > layout.publish_start]
-                assert owned == layout.published_states.tolist(), "each takes the gradients of what it computes"
+                assert owned == layout.published_states.tolist(), "a chunk takes the gradients of states it computes"
                 assert read.issuperset(owned)
                 cached, read = [at for at in cached if at <= layout.publish_start], read.difference(owned)
             if (prefill := layout.prefill) is not None:
                 assert set(prefill.resumed_at.tolist()) <= set(cached)
                 read.update(prefill.resumed_at.tolist())
                 cached += prefill.published_states.tolist()
-            reads, behind = set(layout.resumed_at.tolist()), [at for at in cached if at <= layout.num_cached]
-            assert reads <= set(behind)
-            assert layout.num_states == len(behind)
-            use = len(layout.publish), len(layout.published_states), layout.num_cached, len(behind)
+            reads, usable = set(layout.resumed_at.tolist()), [at for at in cached if at <= layout.num_cached]
+            assert reads <= set(usable)
+            assert layout.num_states == len(usable)
+            use = len(layout.publish), len(layout.published_states), layout.num_cached, len(usable)
             assert layout.cache_use == dict(zip(("pending", "pending_states", "cached", "states"), use, strict=True))
             read.update(reads)
             if forward_only:
@@ -257,7 +255,7 @@ FIRST = Chunk(num_sequences=4, num_read_next=19)
 
 
 @pytest.mark.parametrize("wrong", [{"num_read_next": 25}, {"num_cached": 10}, {"num_cached": 31, "num_read_next": 0}])
-def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
+def test_chunks_of_another_batch_are_refused(wrong: dict) -> None:
     layout = GROUP.as_numbers.build_layout(FIRST, first_label=19)
     assert (layout.num_tokens, layout.head_index.min()) == (31, 19), "a published prompt runs no head"
     prefill = GROUP.as_numbers.build_layout(Chunk(num_sequences=4, num_cached=19), 19, forward_only=False).prefill
@@ -267,7 +265,7 @@ def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
 
 
 @given(batches(with_classes=True))
-def test_segments_end_only_where_sequences_part_and_the_head_runs_in_front_of_labels_alone(batch: Batch) -> None:
+def test_segments_end_at_forks_and_the_head_runs_at_labels_only(batch: Batch) -> None:
     """Sequences of different temperature never share a token."""
     layout, keys = batch.layout(), batch.rows()
     assert layout.shares_tokens == (len(keys) < sum(len(sequence) - 1 for sequence in batch.sequences))
@@ -280,7 +278,7 @@ def test_segments_end_only_where_sequences_part_and_the_head_runs_in_front_of_la
     assert set(layout.response_head.tolist()) == set(range(len(layout.head_index))), "the head runs nowhere else"
 
 
-def test_a_response_that_is_kept_apart_is_not_the_last_id_of_a_prompt_either() -> None:
+def test_separate_responses_do_not_share_the_last_id_of_a_prompt() -> None:
     apart = batch_of(((1,), (5, 6)), ((1, 9), (7,))).as_numbers.responses_apart()
     assert apart.order().num_shared.tolist() == [0, 0]
 
@@ -292,13 +290,13 @@ def test_a_response_that_is_kept_apart_is_not_the_last_id_of_a_prompt_either() -
         *[([1, 2, 3, 4, 5, token], [1, 1], r"ids must be in \[0, 2\*\*32\), got") for token in (-100, -1, 2**32)],
     ],
 )
-def test_sequences_that_are_none_are_refused(tokens: list[int], prompt_lengths: list[int], message: str) -> None:
+def test_invalid_sequences_are_refused(tokens: list[int], prompt_lengths: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_packed_layout(np.array(tokens), np.array([0, 3, 6]), np.array(prompt_lengths))
 
 
-def test_a_padded_group_is_a_line_wherever_its_sequences_stand_and_another_token_begins_another() -> None:
-    """Lines of upstream's groups: a prompt once, then every response with the prompt's last token in front."""
+def test_padded_groups_are_upstreams_rows() -> None:
+    """A row has the prompt once, then every response after the prompt's last token."""
     batch = batch_of(((1, 2, 3), (7, 8)), ((4, 5), (6,)), ((1, 2, 3), (9,)), ((1, 4, 3), (7,)))
     layout = build_padded_layout(batch.tokens, batch.offsets, np.array(batch.prompt_lengths))
     assert layout.group_info == [[2, 2, 1], [1, 1], [2, 1]]
@@ -309,4 +307,4 @@ def test_a_padded_group_is_a_line_wherever_its_sequences_stand_and_another_token
     assert layout.response_index.tolist() == [2, 3, 10, 6, 14]
     assert layout.response_head.tolist() == [0, 1, 2, 3, 4]
     assert (layout.num_tokens, layout.num_total_tokens) == (15, 16)
-    assert [x.tolist() for x in layout.segments] == [[0, 2, 2, 0, 1, 0, 2], [2, 2, 1, 1, 1, 2, 1]], "they see prefixes"
+    assert [x.tolist() for x in layout.segments] == [[0, 2, 2, 0, 1, 0, 2], [2, 2, 1, 1, 1, 2, 1]]

@@ -1,7 +1,6 @@
-"""Random batches of sequences that share prefixes, their plans, and an oracle that describes rows without any index.
+"""Random batches of sequences that share prefixes, their plans, and an oracle that uses no index of a layout.
 
-A row is named by its *key*: the tokens it has read and the one it predicts. Two rows are one exactly when their keys
-(and classes) are equal.
+A row is named by its *key*: the tokens it has read and the one it predicts. Equal keys (and classes) are one row.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from verl_pg_plugin.planning.micro_batches import MicroBatch, MicroBatchLimits, 
 
 Key = tuple[int, ...]
 
-# Two busy cores miss a deadline without anything being wrong.
+# Examples miss the deadline on a loaded machine.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
 
@@ -75,7 +74,7 @@ def batch_of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Batch:
 
 @st.composite
 def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False) -> Batch:
-    """Tries: a sequence starts afresh or branches off an earlier one; few token ids make it share deeply.
+    """Draw tries: a sequence is new or branches off an earlier one; few token ids make it share deeply.
 
     Identical sequences, strict prefixes of others, prompts of one token and empty responses, both of one sequence too,
     all occur. The first sequence has a response.
@@ -95,7 +94,7 @@ def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False)
 
 
 def sequence_rows(layout: PackedLayout, tokens: Sequence[int]) -> list[int]:
-    """Rows of one sequence, found by walking the trie token by token; for layouts without classes."""
+    """Return the rows of one sequence of a layout without classes, by walking the trie token by token."""
     first_rows, parents = layout.cu_seqlens_q[:-1], layout.segment_parent
     previous = np.arange(layout.num_tokens) - 1
     previous[first_rows] = np.where(parents >= 0, layout.cu_seqlens_q[parents + 1] - 1, -1)
@@ -109,7 +108,7 @@ def sequence_rows(layout: PackedLayout, tokens: Sequence[int]) -> list[int]:
 
 @st.composite
 def tries(draw: st.DrawFn) -> Batch:
-    """Groups with a tree of one to four levels each, and prompts that end at any depth."""
+    """Draw groups with a tree of one to four levels each, and prompts that end at any depth."""
     pairs: list[tuple[Sequence[int], Sequence[int]]] = []
     for root in range(draw(st.integers(1, 3))):
         stems: list[tuple[int, ...]] = [(root, *range(50, 50 + draw(st.integers(1, 8))))]
@@ -127,7 +126,7 @@ def tries(draw: st.DrawFn) -> Batch:
 
 
 def limits_for(batch: Batch) -> st.SearchStrategy[MicroBatchLimits]:
-    """Limits that every single sequence meets."""
+    """Limits that every sequence meets."""
     longest = max(map(len, batch.sequences)) - 1
     return st.builds(MicroBatchLimits, st.integers(longest, 2 * longest) | st.none(), st.none() | st.integers(1, 4))
 
@@ -140,7 +139,7 @@ cache_weights = st.builds(
 
 @st.composite
 def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> list[list[MicroBatch]]:
-    """Cuts of a batch under any limits, weights and costs."""
+    """Draw a cut of a batch under any limits, weights and costs."""
     options = {
         "limits": draw(limits_for(batch)),
         "weights": draw(cache_weights),
@@ -151,15 +150,15 @@ def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> list[list[MicroBatch]]
     return cut_at_cost(batch.order(), **options)
 
 
-def cut_at_cost(*asked: Any, cost: float = 4.0, **options: Any) -> list[list[MicroBatch]]:
-    """``cut_micro_batches`` where a micro-batch costs less than the few tokens of a test."""
+def cut_at_cost(*args: Any, cost: float = 4.0, **options: Any) -> list[list[MicroBatch]]:
+    """``cut_micro_batches`` with a cost per micro-batch below the few tokens of a test."""
     with patch.object(micro_batches, "MICRO_BATCH_COST", cost):
-        return cut_micro_batches(*asked, **options)
+        return cut_micro_batches(*args, **options)
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A micro-batch, its layout and the keys of the tokens that its ``kv_index`` may name."""
+    """A micro-batch, its layout and the keys of the tokens that its ``kv_index`` can refer to."""
 
     part: MicroBatch
     batch: Batch
@@ -172,7 +171,7 @@ class LaidOut:
 
 
 def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[LaidOut]:
-    """Layouts of all chunks of a split group, in forward order, or of one ordinary micro-batch that computes tokens."""
+    """Return layouts of all chunks of a split group in forward order, or of one micro-batch that computes tokens."""
     if not any(part.num_tokens for part in group):
         return []
     layouts = micro_batches.build_layouts(group, batch.as_numbers, forward_only)
@@ -187,7 +186,7 @@ def num_of_group(part: MicroBatch) -> int:
 
 
 def part_keys(batch: Batch, num_of_group: int) -> list[tuple[int, Key]]:
-    """Class and key of cached and of own tokens, sequence by sequence: no index of the layout is used."""
+    """Return class and key of cached and own tokens, sequence by sequence, without an index of the layout."""
     classes = np.array([batch.class_of(s) for s in range(len(batch.sequences))])
     apart = np.where(np.arange(len(classes)) < num_of_group, -1, classes)
     keys: dict[tuple[int, Key], tuple[int, Key]] = {}

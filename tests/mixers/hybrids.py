@@ -1,7 +1,6 @@
 """Tiny models with Gated DeltaNet layers, and tries for them.
 
-As transformers initialises ``A_log``, a layer forgets what it has read within a row or two and a state that is not
-handed over would hardly be missed; here it is drawn from -5 to -1.
+transformers' initial ``A_log`` forgets within a token or two, which would hide a lost state; here it is -5 to -1.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from tests.support import TINY, VOCAB, group
 EXPERTS = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24)
 EXPERTS |= {"num_experts": 8, "num_experts_per_tok": 2}
 KINDS: dict[str, dict[str, Any]] = {"qwen3_next": EXPERTS, "qwen3_5_text": {}, "qwen3_5_moe_text": EXPERTS}
-"""Further sizes by model type."""
 
 SIZES = {
     **TINY,
@@ -53,7 +51,7 @@ def save_hybrid(path: Path, kind: str = "qwen3_next", seed: int = 0, **overrides
 
 
 def trie_of_depth(depth: int) -> Batch:
-    """A few sequences at every depth: shorter than a convolution's reach, longer than a chunk of the delta_layer."""
+    """A few sequences at every depth: shorter than a convolution's width, longer than a chunk of the delta rule."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -68,7 +66,7 @@ def trie_of_depth(depth: int) -> Batch:
 
 
 def stretched(batch: Batch, times: int) -> Batch:
-    """Every token ``times`` over: the same trie with longer segments."""
+    """Repeat every token ``times`` over: the same trie with longer segments."""
     return Batch(
         tuple(tuple(token for token in sequence for _ in range(times)) for sequence in batch.sequences),
         tuple(length * times for length in batch.prompt_lengths),

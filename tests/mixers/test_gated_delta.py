@@ -1,6 +1,6 @@
-"""Models with Gated DeltaNet layers through the engine in float64 are those over every sequence alone.
+"""Models with Gated DeltaNet layers through the engine match every sequence alone, in float64.
 
-In float32 the gradients of ``A_log`` and ``dt_bias``, sums of large terms that nearly cancel, are not that exact.
+In float32 the gradients of ``A_log`` and ``dt_bias``, sums of large terms that nearly cancel, are less exact.
 """
 
 import gc
@@ -47,7 +47,7 @@ def padding(hybrids: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_is_that_of_the_sequence_alone(kind: str, hybrids: dict) -> None:
+def test_hybrids_match_single_sequences(kind: str, hybrids: dict) -> None:
     engine = make_engine(hybrids[kind])
     for samples in (SAMPLES, samples_of(trie_of_depth(4))):
         check_exact(engine, hybrids[kind], make_batch(samples))
@@ -56,15 +56,15 @@ def test_every_number_is_that_of_the_sequence_alone(kind: str, hybrids: dict) ->
 
 @settings(max_examples=10)
 @given(batches(max_sequences=6), st.sampled_from([1, 1, 5, 40]))
-def test_any_trie_is_exact_with_padding_behind_it(padding: Any, hybrids: dict, batch: Batch, times: int) -> None:
+def test_random_tries_with_padding_are_exact(padding: Any, hybrids: dict, batch: Batch, times: int) -> None:
     answered = (len(s) for s, prompt in zip(batch.sequences, batch.prompt_lengths, strict=True) if len(s) > prompt)
     assume(max(answered) * times > 2)  # else the gradient of keys is zero, and rounding infinite
     check_exact(padding, hybrids["qwen3_5_text"], make_batch(samples_of(stretched(batch, times))))
 
 
-SPLIT = {  # kinds differ in their projections, and the first case has one group, tries and tool tokens in it
-    "qwen3_5_text": ["small_groups_next_to_large_ones", "turns_of_two_sessions_that_part", "equal_and_nested_responses"],
-    "qwen3_next": ["groups_with_a_chat_template", "a_prompt_that_nearly_fills_the_budget"],
+SPLIT = {  # the kinds differ in their projections
+    "qwen3_5_text": ["small_groups_beside_large_ones", "turns_of_two_sessions_that_part", "equal_and_nested_responses"],
+    "qwen3_next": ["groups_behind_a_chat_template", "a_prompt_that_nearly_fills_the_budget"],
 }
 
 
@@ -89,47 +89,32 @@ OPTIONS: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("option", [*list(OPTIONS)[:-1], pytest.param("compiled", marks=COMPILES)])
-def test_options_keep_the_numbers_of_whole_and_split_groups(option: str, hybrids: dict) -> None:
+def test_options_are_exact_for_whole_and_split_groups(option: str, hybrids: dict) -> None:
     engine = make_engine(hybrids["qwen3_5_text"], splits=True, **OPTIONS[option])
     check_exact(engine, hybrids["qwen3_5_text"], make_batch(SAMPLES, max_token_len_per_gpu=150), splits=True)
 
 
-def test_chunks_that_carry_nothing_compute_their_prompts(hybrids: dict) -> None:
+def test_chunks_without_a_cache_compute_their_prompts(hybrids: dict) -> None:
     engine = make_engine(hybrids["qwen3_5_text"], engine={"prefix_cache": "off"})
     got = check_exact(engine, hybrids["qwen3_5_text"], make_batch(SAMPLES, max_token_len_per_gpu=150))
     assert got.metrics["prefix_grouper/split_groups"] == [0.0]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
-def test_two_ranks_keep_the_numbers(kind: str, hybrids: dict) -> None:
-    """Of tokens spread over the ranks, in whole groups and in a split one; and of sequences of each rank."""
+def test_two_ranks_are_exact(kind: str, hybrids: dict) -> None:
+    """Tokens spread over the ranks, in whole groups and in a split one; and sequences of each rank."""
     spread = {"splits": True, "engine": {"ulysses_sequence_parallel_size": 2}}
     check_exact_on_ranks(hybrids[kind], partial(make_batch, SAMPLES, max_token_len_per_gpu=75), float64=True, **spread)
     check_exact_on_ranks(hybrids[kind], partial(make_batch, SAMPLES), [[0, 1, 4, 6, 8], [2, 3, 5, 7]], float64=True)
 
 
-def test_without_the_state_handed_down_verify_mode_stops_the_run(hybrids: dict) -> None:
+def test_lost_states_missing_layouts_and_replaced_convolutions_are_errors(hybrids: dict, monkeypatch) -> None:
     def forget(state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
         return state.new_zeros(total, *state.shape[1:])
 
     engine = make_engine(hybrids["qwen3_next"], engine={"verify": "first"})
     with patch.object(delta_layer._RepeatState, "apply", forget), pytest.raises(MismatchError, match="shared prefixes"):
         infer(engine, make_batch(SAMPLES))
-
-
-def test_the_gradient_of_a_projection_keeps_the_numbers_of_a_token_together() -> None:
-    """Matrix products with lines as long as an odd number of tokens take six times as long on a GPU."""
-    layout = trie_of_depth(2).layout()
-    x = torch.randn(1, layout.num_tokens, 8, requires_grad=True)
-    projected = 2 * x
-    projected.register_hook(lambda grad: strides.append(grad.stride()[1:]))
-    strides: list[tuple[int, ...]] = []
-    windows, weight = Windows.from_layout(layout, 4, x.device), torch.randn(8, 4)
-    convolve(projected.transpose(1, 2), windows, partial(plain_convolution, weight=weight)).sum().backward()
-    assert strides == [(8, 1)]
-
-
-def test_a_layer_that_is_given_no_tokens_or_convolves_by_other_means_is_an_error(hybrids: dict, monkeypatch) -> None:
     engine = make_engine(hybrids["qwen3_next"])
     with pytest.raises(RuntimeError, match="got no layout"):
         engine.module(torch.ones(1, 4, dtype=torch.int64), prefix_grouper=PackedAttention(None, engine.kernel))
@@ -141,3 +126,15 @@ def test_a_layer_that_is_given_no_tokens_or_convolves_by_other_means_is_an_error
             setattr(layer, CONVOLUTION, None)  # transformers then calls the module's own convolution
     with pytest.raises(RuntimeError, match="did not call causal_conv1d_fn"):
         infer(engine, make_batch(SAMPLES))
+
+
+def test_gradient_of_a_projection_is_contiguous_per_token() -> None:
+    """GPU matrix products over rows of an odd number of tokens take six times as long."""
+    layout = trie_of_depth(2).layout()
+    x = torch.randn(1, layout.num_tokens, 8, requires_grad=True)
+    projected = 2 * x
+    projected.register_hook(lambda grad: strides.append(grad.stride()[1:]))
+    strides: list[tuple[int, ...]] = []
+    windows, weight = Windows.from_layout(layout, 4, x.device), torch.randn(8, 4)
+    convolve(projected.transpose(1, 2), windows, partial(plain_convolution, weight=weight)).sum().backward()
+    assert strides == [(8, 1)]

@@ -1,7 +1,7 @@
 """Gated DeltaNet over packed tokens on a GPU, through fla's kernels.
 
-Stock rmpad leaks states between sequences, so what is held against float32 beside
-packed mode is stock padded mode. The float32 reference runs on the CPU through transformers' own fallback.
+Stock rmpad leaks states between sequences, so the baseline is stock padded mode. The float32 reference runs on the CPU
+through transformers' own fallback.
 """
 
 import importlib
@@ -35,7 +35,7 @@ LOSS = actor_loss(**SMOOTH_LOSS)
 
 @contextmanager
 def without_fla() -> Iterator[None]:
-    """Models that are built in the block compute as on a CPU."""
+    """Build models in the block that compute as on a CPU."""
     modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     names = ("chunk_gated_delta_rule", "causal_conv1d_fn", "FusedRMSNormGated")
     with patch.multiple(modeling, **dict.fromkeys(names)):
@@ -58,7 +58,7 @@ def on_gpu(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch
 
 
 def recurrence_inputs(num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values, log decay and beta of 4 heads; the decay keeps what it reads for tens of rows."""
+    """Return queries, keys, values, log decay and beta of 4 heads; the decay keeps what it reads for tens of rows."""
     q, k, v = (on_gpu(num_rows, 4, 64, seed=seed) for seed in range(3))
     decay = -0.05 * torch.rand(num_rows, 4, generator=torch.Generator().manual_seed(3)).to("cuda")
     beta = torch.rand(num_rows, 4, generator=torch.Generator().manual_seed(4)).to("cuda", torch.bfloat16)
@@ -122,14 +122,14 @@ def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
     layout, width = trie_of_depth(3).layout(), 256
     weight = torch.randn(width, 4, generator=torch.Generator().manual_seed(1))
     x = torch.randn(1, width, layout.num_tokens, generator=torch.Generator().manual_seed(0))
-    out_weight, found = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)), []
+    out_weight, results = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)), []
     for device in ("cpu", "cuda"):
         own, w = (tensor.to(device).detach().requires_grad_() for tensor in (x, weight))
         windows = Windows.from_layout(layout, 4, torch.device(device))
         out = convolve(own, windows, lambda part, w=w: plain_convolution(part, w, activation="silu"))
         (out * out_weight.to(device)).sum().backward()
-        found.append([tensor.detach().cpu() for tensor in (out, own.grad, w.grad)])
-    for want, got in zip(*found, strict=True):
+        results.append([tensor.detach().cpu() for tensor in (out, own.grad, w.grad)])
+    for want, got in zip(*results, strict=True):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
@@ -147,8 +147,8 @@ def test_bf16_error_is_at_most_that_of_stock_padded_mode(hybrid: str) -> None:
 def test_options_of_packed_mode_change_bf16_numbers_by_rounding_alone(hybrid: str, options: dict) -> None:
     engines = [make_engine(hybrid, engine={**BF16, **more}, model=FLASH) for more in ({}, options)]
     reference = alone(hybrid, BATCH)
-    plain, found = (error_of(engine, BATCH, reference, LOSS) for engine in engines)
-    assert all(found[name] <= 1.25 * plain[name] for name in found)
+    plain, changed = (error_of(engine, BATCH, reference, LOSS) for engine in engines)
+    assert all(changed[name] <= 1.25 * plain[name] for name in changed)
 
 
 @with_fla

@@ -1,4 +1,4 @@
-"""What any mixer must do and what is refused, shown by a mixer of twenty lines."""
+"""Requirements for any mixer, shown by one of twenty lines, and refusals."""
 
 import re
 import subprocess
@@ -37,7 +37,7 @@ def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     "options", [{"verify": "first"}, pytest.param({"compile_layers": True}, marks=pytest.mark.slow)], ids=str
 )
 @pytest.mark.usefixtures("with_convolutions")
-def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: dict) -> None:
+def test_a_mixer_of_twenty_lines_is_exact(toy: str, options: dict) -> None:
     batch, engine = make_batch(TREE, max_token_len_per_gpu=28), support.make_engine(toy, engine=options)
     support.check_exact(engine, toy, batch)
     assert engine.shared_model.layers == {"attention": 2, "convolution": 1}
@@ -45,24 +45,21 @@ def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: 
 
 
 @pytest.mark.usefixtures("with_convolutions")
-def test_a_mixer_that_knows_no_ranks_is_refused_under_ulysses(toy: str) -> None:
-    with pytest.raises(ValueError, match=r"convolution layers of lfm2: they cannot run with Ulysses.*_parallel_size=1"):
+def test_missing_ulysses_support_and_skipped_layers_are_errors(toy: str, monkeypatch) -> None:
+    with pytest.raises(ValueError, match=r"convolution layers of lfm2: tokens .* over ranks .*_parallel_size=1"):
         support.make_engine(toy, engine={"ulysses_sequence_parallel_size": 2})
-
-
-def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(toy: str, monkeypatch) -> None:
     monkeypatch.setitem(MIXERS, CONVOLUTION.name, replace(CONVOLUTION, install=lambda module: None))
     with pytest.raises(RuntimeError, match=f"convolution over shared prefixes ran in 0 of 1 layers.*{SHARING_OFF}"):
         support.infer(support.make_engine(toy), make_batch(TREE))
 
 
-def test_memory_of_the_cache_is_what_the_config_says_and_outputs_are_exact_in_float32(tmp_path: Path) -> None:
-    """Gradients of decays, which are not exact in any float32, are held in test_gated_delta.py."""
+def test_cache_memory_matches_the_plan_and_outputs_are_exact(tmp_path: Path) -> None:
+    """In float32; gradients of decays, which are exact in float64 only, are in test_gated_delta.py."""
     engine = support.make_engine(save_hybrid(tmp_path), splits=True)
     batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
     sizes = TokenBytes.of(engine.module.config, itemsize=4)
     assert (sizes.caching_layers, sizes.state) == (1, 3 * 4 * (4 * 8 * 8 + 3 * 64))
-    cached = len(ONE_GROUP[0].prompt) - 1  # sequences fork one token before they part
+    cached = len(ONE_GROUP[0].prompt) - 1  # sequences fork one token early
     with support.splitting(engine):
         metrics = support.infer(engine, batch)["metrics"], support.update(engine, batch).metrics
     expected = cached * sizes.key_value + sizes.state, sizes.cache_bytes(cached, states=1)
@@ -83,23 +80,21 @@ def test_memory_of_the_cache_is_what_the_config_says_and_outputs_are_exact_in_fl
         ({8, 10}, "3.6.0", {"fla"}, None),
         ({9}, "3.7.1", set(), "not installed: pip install fla-core$"),
     ],
-    ids=["wrong", "wrong too", "before the fault", "mended", "tilelang", "other GPUs", "no fla"],
+    ids=["faulty", "late faulty", "older", "fixed", "tilelang", "other GPUs", "no fla"],
 )
-def test_machines_whose_backward_is_wrong_or_missing_are_refused(
-    monkeypatch, generations: set[int], triton: str, packages: set[str], refusal: str | None
-) -> None:
+def test_machines_with_a_wrong_backward_are_refused(monkeypatch, generations, triton, packages, refusal) -> None:
     monkeypatch.setattr(gated_delta, "gpu_generations", lambda: generations)
     monkeypatch.setattr(gated_delta, "find_spec", lambda name: object() if name in packages else None)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
-    found = gated_delta.kernel_obstacles("cuda")
-    assert len(found) == (refusal is not None)
-    assert all(re.search(refusal, why) for why in found)
+    obstacles = gated_delta.kernel_obstacles("cuda")
+    assert len(obstacles) == (refusal is not None)
+    assert all(re.search(refusal, why) for why in obstacles)
     assert gated_delta.kernel_obstacles("cpu") == []
 
 
-def test_generations_are_what_nvidia_smi_says_or_torch_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "NVIDIA RTX A6000, 570.1, 8.6, 49140 MiB\nNVIDIA RTX 5090, 570.1, 12.0, 32607 MiB\n"
-    done = subprocess.CompletedProcess([], 0, stdout=told)
+def test_gpu_generations_come_from_nvidia_smi_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = "NVIDIA RTX A6000, 570.1, 8.6, 49140 MiB\nNVIDIA RTX 5090, 570.1, 12.0, 32607 MiB\n"
+    done = subprocess.CompletedProcess([], 0, stdout=gpus)
     monkeypatch.setattr(kernels.subprocess, "run", lambda *args, **kwargs: done)
     monkeypatch.setattr(gated_delta.torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(gated_delta.torch.cuda, "is_available", lambda: True)

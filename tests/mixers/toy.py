@@ -13,7 +13,7 @@ from verl_pg_plugin.mixers import Mixer
 
 
 def tokens_before(layout: PackedLayout, width: int) -> torch.Tensor:
-    """(T, width) the token itself and those before it in its sequences; T where there is none."""
+    """(T, width) indices of a token and those before it in its sequences; T where there is none."""
     segment = np.repeat(np.arange(len(layout.segment_start)), np.diff(layout.cu_seqlens_q))
     place = layout.position_ids[:, None] - np.arange(width)
     keys = layout.cu_seqlens_k[segment][:, None] + np.maximum(place, 0)

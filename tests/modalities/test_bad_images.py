@@ -1,4 +1,4 @@
-"""A batch whose images do not fit its tokens stops with its cause and its fix."""
+"""A batch whose images do not fit its tokens is an error with cause and fix."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,15 +57,16 @@ def with_tokens(tokens: dict[int, int]) -> Callable[[TensorDict], None]:
     return apply
 
 
+def without(name: str) -> Callable[[TensorDict], Any]:
+    return lambda batch: batch.pop(name)
+
+
 BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
-    "no_images_for_placeholders": (
-        lambda batch: batch.pop("multi_modal_inputs"),
-        r"sequence 0 has 24 placeholders 90.*0 images need 0",
-    ),
-    "a_sampled_placeholder": (with_tokens({-2: IMAGE}), r"sequence 5 has 25 placeholders 90.*response sampled it"),
+    "no_images_for_placeholders": (without("multi_modal_inputs"), "sequence 0 has 24 placeholders 90.*0 images need 0"),
+    "a_sampled_placeholder": (with_tokens({-2: IMAGE}), r"sequence 5 has 25 placeholders 90.*sampled the placeholder"),
     "a_sampled_placeholder_of_another_kind": (
         with_tokens({-2: VIDEO}),
-        r"sequence 5 has 1 placeholders 91, its 0 videos",
+        "sequence 5 has 1 placeholders 91, its 0 videos",
     ),
     "an_image_in_two_pieces": (with_tokens({10: 5, 28: IMAGE}), "each in one piece"),
     "fewer_pixels_than_the_grid": (
@@ -84,15 +85,12 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         lambda batch: batch.set("position_ids", make_batch(TWO_GROUPS)["position_ids"]),
         r"needs position_ids of shape \(4, 216\).*has position_ids of shape \(216,",
     ),
-    "no_positions": (
-        lambda batch: batch.pop("position_ids"),
-        r"needs position_ids of shape \(4, 216\).*has no position_ids",
-    ),
+    "no_positions": (without("position_ids"), r"needs position_ids of shape \(4, 216\).*has no position_ids"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_error_names_the_cause(packed: Any, path: str, case: str) -> None:
+def test_bad_images_are_refused_with_the_cause(packed: Any, path: str, case: str) -> None:
     change, message = BAD[case]
     batch = image_batch(path, TWO_GROUPS)
     change(batch)
@@ -100,7 +98,7 @@ def test_error_names_the_cause(packed: Any, path: str, case: str) -> None:
         update(packed, batch)
 
 
-def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, path: str) -> None:
+def test_responses_that_end_inside_an_image_are_refused(packed: Any, path: str) -> None:
     batch = image_batch(path, [shot([SYSTEM, Shown((1, 4, 4), 7, "frames"), QUESTION], [[40], OPEN])])
     with pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
         infer(packed, batch)
@@ -110,16 +108,13 @@ def log_probs(engine: Any, batch: TensorDict) -> torch.Tensor:
     return infer(engine, batch)["model_output"]["log_probs"].values()
 
 
-def test_text_alone_needs_no_positions_and_no_inputs(packed: Any, path: str) -> None:
-    """As batches of a text data set come, or those of verl's processor with nothing to process."""
+def test_text_needs_no_inputs_and_positions_of_one_length_are_read(packed: Any, path: str) -> None:
+    """Such batches come from text data sets, or from verl's processor without images."""
     batch = image_batch(path, TEXT_ALONE)
     want = log_probs(packed, batch)
     for drop in (["multi_modal_inputs"], ["position_ids"], ["multi_modal_inputs", "position_ids"]):
         assert torch.equal(log_probs(packed, batch.exclude(*drop)), want)
-
-
-def test_positions_of_sequences_of_one_length_are_read(packed: Any, path: str) -> None:
-    """torch then stores their four dimensions as the ragged axis, as it comes out of verl's transfer queue."""
+    # With one length, torch makes the dimension of four the ragged axis, as after verl's transfer queue.
     samples = [TURNS[0], TURNS[2]]
     batch = image_batch(path, samples)
     rows, other = batch["position_ids"].unbind(), clone(batch)
@@ -142,8 +137,8 @@ DIFFERENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*DIFFERENT, "kind", "positions"])
-def test_images_that_differ_in_anything_are_not_shared(path: str, name: str) -> None:
-    """In positions too: Qwen2.5-VL's say at which speed a video is shown."""
+def test_images_with_any_difference_are_not_shared(path: str, name: str) -> None:
+    """Positions count too: Qwen2.5-VL's encode the speed of a video."""
     batch, modality = image_batch(path, TURNS[:2]), Images.of(config_of("qwen3_vl"))
     first, second = (len(turn.tokens) - 1 for turn in TURNS[:2])
     assert read_sequences(batch, modality).build_layout().num_tokens == first + 1

@@ -1,6 +1,6 @@
-"""Images on a GPU in bf16: as close to float32 as stock verl is, encoder and projector included.
+"""Images on a GPU in bf16: as close to float32 as stock verl, encoder and projector included.
 
-verl replaces forwards in the classes of such models for the whole process, so the stock engines run last.
+verl patches the classes of such models for the whole process, so the stock engines run last.
 """
 
 from pathlib import Path
@@ -20,16 +20,16 @@ SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "initiali
 QWEN3 = {"rope_parameters": {**ROPE, "mrope_interleaved": True}}
 OF_KIND = {
     "qwen3_vl": QWEN3,
-    # A token visits all experts: rounding that sends it to other ones than float32 would be all that is seen.
+    # Tokens visit all experts: otherwise rounding that changes their choice would dominate the error.
     "qwen3_vl_moe": {**QWEN3, "moe_intermediate_size": 128, "num_experts_per_tok": 4},
 }
-TOWER = {"hidden_size": 128, "intermediate_size": 256}  # heads of 64, as flash-attn is compiled for everywhere
+TOWER = {"hidden_size": 128, "intermediate_size": 256}  # heads of 64, which every build of flash-attn has
 LOSS = actor_loss(**SMOOTH_LOSS)
 LENGTHS = (60, 33, 90, 5, 71, 64, 20, 48)
 
 
 def pictured_groups(draw: int) -> list[Shot]:
-    """Eight responses behind two images, four behind another, and one prompt of text."""
+    """Return eight responses to two images, four to another image, and one to text."""
 
     def words(count: int, seed: int) -> list[int]:
         return np.random.default_rng([draw, seed]).integers(1, 60, count).tolist()
@@ -43,20 +43,20 @@ def pictured_groups(draw: int) -> list[Shot]:
 
 
 def error_of_all(engine: Any, batches: list[TensorDict], references: list[Result]) -> dict[str, float]:
-    """In one batch alone it is up to 1.2 times that of stock verl by luck, and as often less."""
+    """Pool all batches: a single one is up to 1.2 times stock verl's error, or less, by chance."""
     return pooled([error_of(engine, *pair, LOSS) for pair in zip(batches, references, strict=True)])
 
 
 def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path: Path) -> None:
-    found = {}
+    results = {}
     for kind in KINDS:
         sizes = {**SIZES, "rope_parameters": ROPE, **OF_KIND.get(kind, {})}
         path = save_vision_model(tmp_path / kind, kind, encoder=TOWER, **sizes)
         batches = [image_batch(path, pictured_groups(draw), max_token_len_per_gpu=1200) for draw in range(8)]
         drawn = batches, [run_reference(path, batch, LOSS) for batch in batches]
         packed = [make_engine(path, engine={**BF16, "compile_layers": on}, model=FLASH) for on in (False, True)]
-        found[path] = drawn, [error_of_all(engine, *drawn) for engine in packed]
-    for path, (drawn, uncompiled_and_compiled) in found.items():
+        results[path] = drawn, [error_of_all(engine, *drawn) for engine in packed]
+    for path, (drawn, uncompiled_and_compiled) in results.items():
         baseline = error_of_all(make_engine(path, packed=False, engine=BF16, model=FLASH), *drawn)
         for ours in uncompiled_and_compiled:
             assert_no_worse(ours, baseline)

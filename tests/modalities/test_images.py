@@ -1,4 +1,4 @@
-"""Rows with images are shared, and give the numbers of every row alone, on two ranks and under every option."""
+"""Sequences with images are shared and match every sequence alone, on two ranks and under every option."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -32,23 +32,21 @@ from verl_pg_plugin.modalities import images
 
 LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
 WHOLE = 1 << 30
-CASES: dict[str, tuple[list, int]] = {
+CASES: dict[str, tuple[list, int]] = {  # samples (films differ by kind), token budget of a micro-batch
     "mixed": (MIXED, WHOLE),
     "turns": (TURNS, WHOLE),
     "forks": (FORKS, WHOLE),
     "films": ([], WHOLE),
     "split groups": (CHAIN, 60),
     "images in split responses": (TURNS, 52),
-    "forks behind an image in split groups": (FORKS, 60),
+    "forks after an image in split groups": (FORKS, 60),
 }
-"""Samples, films apart, which differ by kind; and the token budget of a micro-batch."""
-QUICK: dict[str, tuple[str, ...]] = {
-    KINDS[0]: ("mixed", "films", "forks behind an image in split groups"),
+QUICK: dict[str, tuple[str, ...]] = {  # the slow tests run all pairs
+    KINDS[0]: ("mixed", "films", "forks after an image in split groups"),
     KINDS[1]: tuple(CASES),
     KINDS[3]: ("mixed", "films", "split groups"),
-    HYBRID_KINDS[0]: ("films", "images in split responses", "forks behind an image in split groups"),
+    HYBRID_KINDS[0]: ("films", "images in split responses", "forks after an image in split groups"),
 }
-"""Every kind, and every case; the slow tests have all of their pairs."""
 ALL = [
     pytest.param(kind, case, marks=[] if case in QUICK.get(kind, ()) else [pytest.mark.slow])
     for kind in (*KINDS, *HYBRID_KINDS)
@@ -73,26 +71,22 @@ def packed(path: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "case"), ALL, indirect=["kind"])
-def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, kind: str, case: str) -> None:
-    """Of split groups of hybrids the states behind the images are read too."""
+def test_images_match_single_sequences(packed: Any, path: str, kind: str, case: str) -> None:
     samples, budget = CASES[case]
     batch = image_batch(path, samples or film(kind), max_token_len_per_gpu=budget)
     check_exact(packed, path, batch, splits=budget < WHOLE)
 
 
-def test_text_alone_trains_without_the_vision_encoder(packed: Any, path: str) -> None:
+def test_text_trains_without_the_encoder_and_each_image_is_encoded_once(packed: Any, path: str) -> None:
     batch, stock = image_batch(path, TEXT_ALONE), load(path)
     check_exact(packed, path, batch)
     assert set(packed.module.state_dict()) == set(stock.state_dict())
-    # verl's forward, which it puts into the classes for good, would drop which tokens are shared.
+    # verl patches its forward into the class, and it would drop which tokens are shared.
     assert type(stock).forward.__module__ == type(stock).__module__
     with packed.train_mode():
         packed.forward_backward_batch(batch, actor_loss())
         assert packed.optimizer_step() > 0  # weights of the vision encoder have no gradient
-
-
-def test_each_image_goes_through_the_encoder_once(packed: Any, path: str) -> None:
-    """Six samples of two images, 24 tokens each; every sample has tokens of its own behind its image."""
+    # Six samples of two images; every sample has its own tokens after its image.
     patches: list[int] = []
     encoder = next(part for name, part in packed.module.named_modules() if name.endswith("visual"))
     hook = encoder.register_forward_pre_hook(lambda _, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
@@ -128,7 +122,7 @@ def test_every_option_is_exact(path: str, option: str) -> None:
 
 
 @WITH_OPTIONS
-def test_an_adapter_on_encoder_and_layers_is_exact(path: str, tmp_path: Path) -> None:
+def test_adapters_on_encoder_and_layers_are_exact(path: str, tmp_path: Path) -> None:
     adapter = save_adapter(transformers.AutoModelForImageTextToText.from_pretrained(path), tmp_path, rank=2)
     model = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear", "lora_adapter_path": adapter}
     got = check_exact(make_engine(path, model=model), path, image_batch(path, MIXED), adapter=adapter)
@@ -136,7 +130,7 @@ def test_an_adapter_on_encoder_and_layers_is_exact(path: str, tmp_path: Path) ->
 
 
 @WITH_OPTIONS
-def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
+def test_verify_mode_detects_different_images_taken_for_equal(path: str) -> None:
     same = patch.object(images, "_content_id", lambda *args: 0)
     with same, pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):
         infer(make_engine(path, engine={"verify": "first"}), image_batch(path, TWO_GROUPS))
@@ -146,8 +140,8 @@ ALSO_SLOW = pytest.param(KINDS[0], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], ALSO_SLOW], indirect=True)
-def test_a_rank_without_images_or_videos_waits_for_nobody(kind: str, path: str) -> None:
-    """Six rows for each rank; bad batches are in tests/engine/test_two_ranks.py."""
+def test_ranks_without_images_or_videos_do_not_deadlock(kind: str, path: str) -> None:
+    """Six sequences on each rank; tests/engine/test_two_ranks.py has bad batches."""
     text, (*films, _) = 3 * TEXT_ALONE, [*film(kind), *TEXT_ALONE]
     for others, budget in ((text, 1 << 20), (text, 50), (films, 1 << 20)):
         make = partial(image_batch, path, [*TWO_GROUPS, *others], max_token_len_per_gpu=budget)
@@ -155,7 +149,7 @@ def test_a_rank_without_images_or_videos_waits_for_nobody(kind: str, path: str) 
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], HYBRID_KINDS[0], ALSO_SLOW], indirect=True)
-def test_rows_of_images_are_spread_over_ranks(kind: str, path: str) -> None:
+def test_images_are_exact_with_tokens_spread_over_ranks(kind: str, path: str) -> None:
     spread = {"ulysses_sequence_parallel_size": 2}
     for samples, budget in ((MIXED, 1 << 20), (TEXT_ALONE, 1 << 20), (CHAIN, 31)):
         make = partial(image_batch, path, samples, max_token_len_per_gpu=budget)

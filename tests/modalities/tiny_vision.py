@@ -1,4 +1,4 @@
-"""Tiny vision-language models, and samples with images as verl hands them over, by what is hard about them."""
+"""Tiny vision-language models, and samples with images in the form that verl passes to an engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,7 @@ from tests.mixers import hybrids
 from tests.support import TINY
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl")
-HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")
-"""With Gated DeltaNet layers."""
+HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")  # with Gated DeltaNet layers
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 VOCAB, PATCH, MERGE, FRAMES = 96, 4, 2, 2
 MEDIA = {"image": ("pixel_values", "image_grid_thw", IMAGE), "video": ("pixel_values_videos", "video_grid_thw", VIDEO)}
@@ -48,7 +47,7 @@ def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> 
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         rope = {**ROPE, "mrope_section": [1, 1, 2]}
         sizes = {**ENCODER, **encoder, "window_size": 16, "fullatt_block_indexes": [1]}
-        if kind == "qwen2_vl":  # which calls the encoder's own width embed_dim
+        if kind == "qwen2_vl":  # whose name for the encoder's width is embed_dim
             unknown = ("intermediate_size", "window_size", "fullatt_block_indexes")
             width = {"embed_dim": sizes["hidden_size"], "hidden_size": sizes.pop("out_hidden_size"), "mlp_ratio": 2}
             sizes = {name: size for name, size in sizes.items() if name not in unknown} | width
@@ -64,7 +63,7 @@ def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> 
 
 
 def save_vision_model(path: Path, kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> str:
-    """Write a random float32 checkpoint; ``text`` overrides sizes of its language model, ``encoder`` of the other."""
+    """Write a random float32 checkpoint; ``text`` and ``encoder`` override sizes of its two parts."""
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, encoder, **text), dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -80,8 +79,8 @@ class Shown:
 
     grid: tuple[int, int, int]  # frames, rows and columns of patches
     seed: int
-    kind: str = "image"  # or "video", or "frames": a timestamp in front of each, as Qwen3-VL's processor writes them
-    closed: bool = True  # without, responses diverge directly behind the placeholders
+    kind: str = "image"  # or "video", or "frames", each after a timestamp as Qwen3-VL's processor writes them
+    closed: bool = True  # if False, responses diverge right after the placeholders
 
     @property
     def medium(self) -> str:
@@ -139,7 +138,7 @@ def load(path: str) -> Any:
 
 
 def position_ids(model: Any, sample: Shot) -> torch.Tensor:
-    """(4, L) as verl's agent loop makes them: a counter, then the model's own rope index."""
+    """Return (4, L) as verl's agent loop makes them: a counter, then the model's own rope index."""
     ids = torch.tensor([sample.tokens])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     grids = {name: tensor for name, tensor in sample.inputs.items() if name.endswith("thw")}
@@ -148,7 +147,7 @@ def position_ids(model: Any, sample: Shot) -> torch.Tensor:
 
 
 def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDict:
-    """As verl's V1 trainer hands the samples to an engine, with what its agent loop adds to images."""
+    """Return the samples as verl's V1 trainer passes them to an engine, with its agent loop's image inputs."""
     batch, positions = make_batch(samples, **settings), [position_ids(load(path), sample) for sample in samples]
     batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
     rows = [{name: tensor.clone() for name, tensor in sample.inputs.items()} for sample in samples]
@@ -160,8 +159,7 @@ def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDi
 
 
 SYSTEM, QUESTION = [10, 11, 12], [20, 21, 22, 23]
-CAT, DOG = Shown((1, 8, 12), 1), Shown((1, 8, 12), 2)
-"""Two images of one size: their tokens are equal."""
+CAT, DOG = Shown((1, 8, 12), 1), Shown((1, 8, 12), 2)  # of one size: their tokens are equal
 WIDE, CHART, OTHER_CHART = Shown((1, 4, 8), 3), Shown((1, 4, 8), 5), Shown((1, 4, 8), 6)
 
 TWO_GROUPS = [
@@ -179,7 +177,7 @@ TURNS = [
 
 
 def film(kind: str) -> list[Shot]:
-    """An image and a video of two frames, two versions of the last, as the processor of a model writes it."""
+    """Samples with an image and a two-frame video, whose last frame differs in one, in the processor's format."""
     clip = Shown((2, 4, 4), 7, "video" if kind in ("qwen2_vl", "qwen2_5_vl") else "frames")
     other_end = shot([SYSTEM, WIDE, clip, QUESTION], [[40, 41]])
     other_end.inputs["pixel_values_videos"][-1] += 1
@@ -189,7 +187,7 @@ def film(kind: str) -> list[Shot]:
 
 OPEN = Shown((1, 4, 8), 3, closed=False)
 FORKS = [*shots([SYSTEM, CAT, QUESTION, OPEN], *([i, 41 + i, 30] for i in range(30, 38))), *TEXT_ALONE]
-"""The first token behind an image differs, so the row of its last placeholder does."""
+"""The first token after an image differs, so the row of its last placeholder does."""
 
 CHAIN = [
     *shots([SYSTEM, CAT, QUESTION, WIDE, [24]], *([40 + i, 50 - i, 41 + i, 60 + i, 30] for i in range(8))),

@@ -1,4 +1,4 @@
-"""Packing into rows of one fixed length, against plain loops over rows and samples, and written out."""
+"""Packing into rows of one fixed length, compared with plain loops and with a row written by hand."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ EOS = 7
 
 
 def make_batch(prompt: list[tuple[int, int]], response: list[tuple[int, int]], seq: int, seed: int = 0) -> Batch:
-    """A batch whose prompt and response masks are set on half-open spans; equal ends leave a mask empty."""
+    """Make a batch with prompt and response masks on half-open spans; equal ends leave a mask empty."""
     rng, column = np.random.default_rng(seed), np.arange(seq)
 
     def mask(spans: list[tuple[int, int]]) -> np.ndarray:
@@ -47,7 +47,7 @@ def assert_rows_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndar
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(1, 5), st.integers(0, 40))
-def test_equals_the_loop_for_any_batch_and_leaves_it_unchanged(batch: Batch, pack_num: int, slack: int) -> None:
+def test_packing_matches_the_loop_and_keeps_its_input(batch: Batch, pack_num: int, slack: int) -> None:
     samples, before = samples_by_row(*batch), [array.copy() for array in batch]
     longest = max((sample["response_end_index"] - sample["prompt_start_idx"] + 1 for sample in samples), default=0)
     row: dict[str, Any] = {"pack_num": pack_num, "seq_length": longest + pack_num + slack, "pad_token_id": EOS}
@@ -62,7 +62,7 @@ def test_equals_the_loop_for_any_batch_and_leaves_it_unchanged(batch: Batch, pac
         np.testing.assert_array_equal(array, copy)
 
 
-def test_empty_prompts_and_responses_are_dropped_with_one_warning_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_prompts_and_responses_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     batch = make_batch([(0, 2), (2, 2), (0, 2), (1, 1), (0, 0)], [(2, 4), (2, 4), (2, 2), (2, 4), (3, 3)], 4)
     (row,) = pack_grpo_data(*batch, 1, seq_length=8, pad_token_id=EOS)
     np.testing.assert_array_equal(row["prompt_completion_ids"][:4], batch[0][0])
@@ -74,7 +74,7 @@ def test_empty_prompts_and_responses_are_dropped_with_one_warning_each(caplog: p
 
 
 @pytest.mark.parametrize("mask_dtype", [np.bool_, np.int8, np.float32])
-def test_mask_dtypes_and_tensors_give_the_same_rows(mask_dtype: type) -> None:
+def test_mask_dtypes_and_tensors_give_equal_rows(mask_dtype: type) -> None:
     ids, prompts, responses, advantages = make_batch([(1, 3), (0, 3)], [(3, 5), (3, 6)], 6)
     row: dict[str, Any] = {"pack_num": 2, "seq_length": 20, "pad_token_id": EOS}
     (expected,) = pack_grpo_data(ids, prompts, responses, advantages, **row)
@@ -101,7 +101,7 @@ IDS, PROMPTS, RESPONSES, ADVANTAGES = GOOD = make_batch([(0, 2)] * 2, [(2, 4)] *
         (make_batch([(0, 2), (2, 4)], [(2, 4), (0, 1)], 4), {}, r"samples \[1\] hold no tokens"),
     ],
 )
-def test_a_batch_that_cannot_be_packed_is_refused(batch: Any, options: dict[str, int], message: str) -> None:
+def test_batches_that_cannot_be_packed_are_refused(batch: Any, options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_grpo_data(*batch, **{"seq_length": 9, "pad_token_id": EOS, **options})
 
@@ -110,8 +110,7 @@ NAMES = ("prompt_completion_ids", "response_mask", "advantage", "prompt_start_id
 SAMPLE = dict(zip(NAMES, (np.arange(6), np.ones(6, dtype=np.int64), 0.5, 0, 5), strict=True))
 
 
-def test_one_row_written_out_by_hand_with_the_dtypes_that_callers_were_told() -> None:
-    """The pad token is a token too."""
+def test_one_row_matches_its_written_form_and_dtypes() -> None:
     written = (([0, 11, EOS, 13], [0, 0, 1, 1], 0.5, 1, 3), ([21, 22, 0, 0], [0, 1, 0, 0], -2.0, 0, 1))
     samples = [dict(zip(NAMES, sample, strict=True)) for sample in written]
     samples[0]["prompt_completion_ids"] = np.array(written[0][0], dtype=np.int32)
@@ -157,9 +156,9 @@ def test_padding_appends_and_keeps_the_dtype(values: list[int], extra: int, pad_
     assert padded.dtype == np.int32
 
 
-@pytest.mark.parametrize(("sequence", "message"), [([1, 2, 3], "lose tokens"), ([[1, 2]], "1-D")])
-def test_padding_never_shortens_and_wraps_no_value(sequence: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pad_sequence_to_length(sequence, 2, 0)
+def test_padding_that_shortens_or_overflows_is_refused() -> None:
+    for sequence, message in (([1, 2, 3], "lose tokens"), ([[1, 2]], "1-D")):
+        with pytest.raises(ValueError, match=message):
+            pad_sequence_to_length(sequence, 2, 0)
     with pytest.raises(OverflowError):
         pad_sequence_to_length(np.zeros(1, dtype=np.uint8), 2, -100)

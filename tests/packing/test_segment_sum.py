@@ -1,4 +1,4 @@
-"""`batch_unsorted_segment_sum` against one plain segment sum a row, in values, gradients, dtypes and errors."""
+"""`batch_unsorted_segment_sum` against one plain segment sum for each row: values, gradients, dtypes and errors."""
 
 import numpy as np
 import pytest
@@ -21,9 +21,9 @@ def random_case(bs: int, seq: int, num_segments: int, seed: int = 0) -> tuple[to
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 70), st.integers(1, 40), st.sampled_from(ID_DTYPES), st.integers(0, 2**31))
-def test_equals_the_loop_for_any_shape_of_tensors_and_arrays(bs, seq, num_segments, dtype, seed) -> None:
+def test_sums_of_tensors_and_arrays_equal_the_loop(bs, seq, num_segments, dtype, seed) -> None:
     values, ids = random_case(bs, seq, num_segments, seed)
-    # One order of additions on both sides, so not even the last bit may differ.
+    # Both sides add in one order, so not even the last bit may differ.
     expected, ids = segment_sum_by_row(values, ids, num_segments), ids.to(dtype)
     assert torch.equal(batch_unsorted_segment_sum(values, ids, num_segments), expected)
     of_arrays = batch_unsorted_segment_sum(values.numpy(), ids.numpy(), num_segments)
@@ -34,7 +34,7 @@ def test_equals_the_loop_for_any_shape_of_tensors_and_arrays(bs, seq, num_segmen
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_segments", [32, 500], ids=["few-segments", "many-segments"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_float_dtype_keeps_its_dtype_and_its_accuracy(device: str, num_segments: int, dtype: torch.dtype) -> None:
+def test_float_dtypes_keep_dtype_and_accuracy(device: str, num_segments: int, dtype: torch.dtype) -> None:
     values, ids = random_case(3, 5000, num_segments)
     values = values.to(dtype)
     actual = batch_unsorted_segment_sum(values.to(device), ids.to(device), num_segments)
@@ -65,17 +65,17 @@ def test_gradients_pass_gradcheck_to_second_order(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(3, 50), (64, 1024)], ids=["small", "threaded"])
 @pytest.mark.parametrize("bad_id", [-1, 4, 2**32])
-def test_an_id_out_of_range_raises_and_names_the_range(device: str, shape: tuple[int, int], bad_id: int) -> None:
+def test_ids_out_of_range_raise_with_the_range(device: str, shape: tuple[int, int], bad_id: int) -> None:
     values, ids = torch.ones(shape, device=device), torch.zeros(shape, dtype=torch.int64, device=device)
     ids[0, -1] = bad_id  # 4 would be the next row's first segment
     with pytest.raises(IndexError, match="num_segments=4"):
         batch_unsorted_segment_sum(values, ids, 4)
-    # The device must stay usable: no assertion in a kernel.
+    # The device stays usable: the check is no assertion in a kernel.
     assert batch_unsorted_segment_sum(values, torch.zeros_like(ids), 4)[0, 0].item() == shape[1]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_numpy_read_only_reversed_and_big_endian_arrays_are_summed(dtype: type) -> None:
+def test_read_only_reversed_and_big_endian_arrays_are_summed(dtype: type) -> None:
     values: np.ndarray = np.arange(8, dtype=dtype).reshape(2, 4)
     ids = np.array([[0, 0, 1, 1], [1, 0, 1, 0]], dtype=np.int32)
     expected = batch_unsorted_segment_sum(values, ids, 2)

@@ -1,4 +1,4 @@
-"""Ranks and mini-batches: equal in number, nearly equal in cost, no group torn that fits, and nobody waits for long."""
+"""Ranks and mini-batches get equal numbers of sequences at nearly equal cost, and groups that fit stay whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +53,6 @@ class Problem:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Uneven groups, shuffled."""
     num_ranks, num_mini_batches = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     size = num_ranks * num_mini_batches * draw(st.integers(1, 6))
     group = np.array(draw(st.lists(st.integers(0, 5), min_size=size, max_size=size)))
@@ -72,7 +71,7 @@ def grpo(num_groups: int, n: int, num_ranks: int, num_mini_batches: int = 1) -> 
 
 
 @given(problems())
-def test_the_order_is_a_permutation_with_the_costs_and_cuts_that_are_reported(problem: Problem) -> None:
+def test_order_is_a_permutation_with_the_reported_costs_and_cuts(problem: Problem) -> None:
     balance = problem.solve()
     assert sorted(balance.order.tolist()) == list(range(len(problem.group)))
     bins = problem.bins(balance.order)
@@ -82,16 +81,18 @@ def test_the_order_is_a_permutation_with_the_costs_and_cuts_that_are_reported(pr
     bins_of = [sum(bool((problem.group[held] == g).any()) for held in bins) for g in np.unique(problem.group)]
     assert sum(number > 1 for number in bins_of) == balance.num_cut_groups
     parts_of = [int(np.count_nonzero(np.diff(problem.group[held]))) + 1 for held in bins]
-    assert parts_of == [len(np.unique(problem.group[held])) for held in bins], "groups lie together: a critic cuts bins"
+    assert parts_of == [len(np.unique(problem.group[held])) for held in bins], (
+        "groups are contiguous: a critic cuts bins"
+    )
     by_mini_batch = [bins[j :: problem.num_mini_batches] for j in range(problem.num_mini_batches)]
     firsts = [min(int(held.min()) for held in mini_batch) for mini_batch in by_mini_batch]
-    assert firsts == sorted(firsts), "no mini-batch is put off for being long"
+    assert firsts == sorted(firsts), "mini-batches keep their order"
     expensive_first = np.sort(balance.cost, axis=None)[::-1]
-    assert balance.time == pytest.approx(expensive_first[:: problem.num_ranks].sum()), "like bins make a mini-batch"
+    assert balance.time == pytest.approx(expensive_first[:: problem.num_ranks].sum()), "similar bins make a mini-batch"
 
 
 @pytest.mark.parametrize(("num_ranks", "num_mini_batches"), [(1, 1), (8, 4), (64, 1)])
-def test_even_groups_that_fit_are_cut_only_where_that_saves_time(num_ranks: int, num_mini_batches: int) -> None:
+def test_groups_that_fit_are_cut_only_to_save_time(num_ranks: int, num_mini_batches: int) -> None:
     problem = grpo(64, 8, num_ranks, num_mini_batches)
     whole, cut = problem.solve(may_cut=False), problem.solve()
     assert whole.num_cut_groups == 0
@@ -99,30 +100,30 @@ def test_even_groups_that_fit_are_cut_only_where_that_saves_time(num_ranks: int,
 
 
 @pytest.mark.parametrize(("num_groups", "n"), [(128, 8), (8192, 1)])
-def test_ranks_finish_together_and_an_exchange_does_not_try_all_pairs(num_groups: int, n: int) -> None:
-    """Of 8,192 groups on 8 ranks there are a million pairs with each other rank."""
+def test_ranks_finish_together_without_trying_all_exchanges(num_groups: int, n: int) -> None:
+    """8,192 groups on 8 ranks have a million pairs with each other rank."""
     problem = grpo(num_groups, n, num_ranks=8)
-    found: list[Balance] = []
-    assert num_calls(lambda: found.append(problem.solve())) < 100_000
-    assert found[0].slowest_over_mean < 1.001
+    balances: list[Balance] = []
+    assert num_calls(lambda: balances.append(problem.solve())) < 100_000
+    assert balances[0].slowest_over_mean < 1.001
 
 
 @pytest.mark.parametrize(
     ("lengths", "sums"),
     [
-        # Most expensive first to the cheaper rank with room they are 90 68 1 and 70 69 40.
+        # Dealing each to the cheapest rank with room gives 90 68 1 and 70 69 40.
         ([90, 70, 69, 68, 40, 1], [161, 177]),
         # An exchange must not make the cheap rank the slowest.
         ([60, 30, 40, 10, 10, 10, 20, 90, 80], [110, 120, 120]),
     ],
 )
-def test_groups_change_places_where_dealing_each_once_leaves_a_rank_behind(lengths: list, sums: list) -> None:
+def test_groups_are_exchanged_between_ranks_of_unequal_cost(lengths: list, sums: list) -> None:
     responses, ones = np.array(lengths) * 100, np.ones(len(lengths), dtype=np.int64)
     balance = Problem(np.arange(len(lengths)), ones, responses, len(sums), 1).solve(may_cut=False)
     assert sorted(responses[rank].sum() // 100 for rank in np.split(balance.order, len(sums))) == sums
 
 
-def test_a_group_larger_than_a_mini_batch_is_cut_into_as_few_parts_as_it_can_be() -> None:
+def test_groups_larger_than_a_mini_batch_are_cut_into_few_parts() -> None:
     group = np.array([0] * 6 + [1, 2])
     problem = Problem(group, np.full(8, 10), np.full(8, 10), num_ranks=2, num_mini_batches=1)
     balance = problem.solve()
@@ -133,27 +134,27 @@ def test_a_group_larger_than_a_mini_batch_is_cut_into_as_few_parts_as_it_can_be(
     )
 
 
-def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the_prompt_costs() -> None:
-    """One group of 64 long-tailed responses a rank: whole groups leave the slowest rank far above the mean."""
+def test_groups_are_cut_if_that_saves_more_than_the_prompt_costs() -> None:
+    """With one group of 64 long-tailed responses for each rank, whole groups leave one rank far above the mean."""
     problem = grpo(64, 64, num_ranks=64)
     whole, cut = problem.solve(may_cut=False), problem.solve()
     ideal = whole.cost.mean()
     assert whole.time > 1.3 * ideal
     assert cut.slowest_over_mean < 1.05
-    assert cut.time < 1.08 * ideal, "prompts that are computed twice included"
+    assert cut.time < 1.08 * ideal, "including prompts computed twice"
     prompts, responses = np.array([1, 1, 1, 1, 1, 1, 5, 5]), np.array([6, 1, 4, 2, 2, 2, 5, 2])
     few = Problem(np.array([0, 0, 0, 1, 1, 1, 2, 2]), 1000 * prompts, 1000 * responses, 2, 2)
     assert few.solve().time <= few.solve(may_cut=False).time, "where it pays"
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
+def test_batches_that_do_not_divide_are_refused() -> None:
     ones = np.ones(7, dtype=np.int64)
     with pytest.raises(ValueError, match=r"7 sequences do not divide into 2 ranks x 2 mini-batches"):
         Problem(ones, ones, ones, num_ranks=2, num_mini_batches=2).solve()
 
 
-def test_no_rank_gets_the_most_expensive_bin_of_every_mini_batch() -> None:
-    """Passes without gradient wait at the end of the batch: 10 and 8 beside 9 and 7, and not 10 and 9 or 10 and 7."""
+def test_ranks_have_equal_cost_over_all_mini_batches() -> None:
+    """Passes without gradients wait once, at the end of the batch."""
     problem = Problem(np.arange(4), np.ones(4, dtype=np.int64), np.array([10, 9, 8, 7]) * 1000, 2, 2)
     totals = [int(problem.response_lengths[rank].sum()) for rank in np.split(problem.solve().order, 2)]
     assert sorted(totals) == [17000, 17000]
@@ -164,7 +165,7 @@ def price(start: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> np.ndarr
 
 
 @given(batches(), st.data())
-def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(batch: Batch, data: st.DataObject) -> None:
+def test_cost_of_any_sequences_matches_their_layout(batch: Batch, data: st.DataObject) -> None:
     order, ones = batch.order(), np.ones(len(batch.sequences), dtype=np.int64)
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(ones) - 1), min_size=1))))
     alone = batch.take(order.sequences[chosen]).order()
@@ -178,7 +179,7 @@ def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(batch: Batc
 
 
 class Rollouts:
-    """Rows of sessions with the tokens that the driver does not see."""
+    """Rows of sessions, with their tokens, which the driver does not see."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -189,7 +190,7 @@ class Rollouts:
         return self.rng.integers(1_000_000, size=length)
 
     def session(self, group: int, session: int, prompt: np.ndarray, turns: Sequence[tuple[int, int]]) -> None:
-        """One row per turn, of (reply, tool output) tokens."""
+        """Add one row for each turn of (reply, tool output) tokens."""
         context = prompt
         for place, (reply, tool) in enumerate(turns):
             self.row(group, session, place, context, self.draw(reply))
@@ -207,7 +208,7 @@ class Rollouts:
         return build_prefix_order(np.concatenate(self.tokens), offsets, classes=np.array(self.columns)[:, 0])
 
 
-def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_share() -> None:
+def test_estimated_sharing_of_sessions_and_edited_contexts_matches_tokens() -> None:
     rollouts = Rollouts()
     for group in (3, 1):
         prompt = rollouts.draw(300)
@@ -218,10 +219,7 @@ def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_sha
     groups, *_, responses = np.array(rollouts.columns).T
     costs = [balance_groups(o, groups, responses, FLOPS.segments, num_ranks=1).time for o in (estimated, real)]
     assert costs[0] == pytest.approx(costs[1], rel=1e-3)
-    assert groups[estimated.sequences].tolist() == [3] * 10 + [1] * 10, "in the order in which they came"
-
-
-def test_an_edited_context_shares_what_the_sessions_share() -> None:
+    assert groups[estimated.sequences].tolist() == [3] * 10 + [1] * 10, "in batch order"
     rollouts = Rollouts()
     prompt = rollouts.draw(300)
     rollouts.session(0, 0, prompt, [(20, 500), (20, 500)])

@@ -1,4 +1,4 @@
-"""What tokens, images and pairs cost, wherever it is asked: metrics, balance and ``estimate``."""
+"""Cost of tokens, images and attention pairs, as metrics, balancing and ``estimate`` use it."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def config(model_type: str, **overrides: object) -> transformers.PretrainedConfi
     return transformers.AutoConfig.for_model(model_type, **{**SIZES, **heads, **overrides})
 
 
-def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> None:
+def test_dense_models_cost_matrices_pairs_and_head_rows() -> None:
     flops = ModelFlops.of(text_skeleton(config("qwen3")))
     assert flops == ModelFlops.of(transformers.AutoModelForCausalLM.from_config(config("qwen3")))
     pairs = (PairCost(4 * 4 * 4 * 3),)
@@ -39,10 +39,15 @@ def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> Non
     priced = tokens * flops.per_token + labels * flops.per_label + seen * pairs[0].flops
     assert flops.forward([LAYOUT]) == priced
     segments = flops.segments(np.array([0, 2, 2]), np.array([2, 1, 2]), np.array([0, 1, 2]))
-    assert segments.sum() == priced, "balance and micro-batches would price one group differently"
+    assert segments.sum() == priced, "balancing and micro-batches use one price"
+    # A flash-attn config is priced without the package and stays unchanged.
+    flash = config("qwen3")
+    flash._attn_implementation = "flash_attention_2"
+    assert ModelFlops.of(text_skeleton(flash)) == ModelFlops.of(text_skeleton(config("qwen3")))
+    assert flash._attn_implementation == "flash_attention_2"
 
 
-def test_a_recurrent_layer_costs_its_weights_and_its_state_and_no_pairs() -> None:
+def test_recurrent_layers_cost_weights_and_state_but_no_pairs() -> None:
     flops = ModelFlops.of(text_skeleton(hybrids.config_of("qwen3_5_text", linear_value_head_dim=4)))
     assert flops.pairs == (PairCost(4 * 4 * 8),)
     keys, values = 2 * 8, 4 * 4
@@ -52,13 +57,6 @@ def test_a_recurrent_layer_costs_its_weights_and_its_state_and_no_pairs() -> Non
     assert flops.per_token == 2 * weights + 3 * 6 * 4 * 8 * 4
 
 
-def test_a_config_that_asks_for_flash_attn_is_priced_where_it_is_not_installed_and_stays_as_it_was() -> None:
-    asked = config("qwen3")
-    asked._attn_implementation = "flash_attention_2"
-    assert ModelFlops.of(text_skeleton(asked)) == ModelFlops.of(text_skeleton(config("qwen3")))
-    assert asked._attn_implementation == "flash_attention_2"
-
-
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [
@@ -66,22 +64,22 @@ def test_a_config_that_asks_for_flash_attn_is_priced_where_it_is_not_installed_a
         ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 12}),
     ],
 )
-def test_experts_that_a_token_does_not_visit_do_no_work(model_type: str, sizes: dict[str, int]) -> None:
+def test_only_visited_experts_cost_flops(model_type: str, sizes: dict[str, int]) -> None:
     flops = ModelFlops.of(text_skeleton(config(model_type, **sizes)))
     attention, router, expert = 16 * 16 + 2 * 16 * 8 + 16 * 16, 16 * 8, 3 * 16 * 12
     assert flops.per_token == 2 * 3 * (attention + router + 2 * expert)
 
 
-def test_experts_of_unknown_number_are_refused_with_the_override_that_names_it() -> None:
+def test_unknown_numbers_of_experts_are_refused_with_an_override() -> None:
     moe = config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(moe)
-    module.config = config("qwen3")  # as one that gives these numbers names of its own
+    module.config = config("qwen3")  # like a config with other names for these numbers
     with pytest.raises(ValueError, match=r"override_config\.num_experts_per_tok=<experts a token visits>"):
         ModelFlops.of(module)
 
 
-def test_numbers_that_a_class_reads_as_it_is_built_are_those_of_from_pretrained() -> None:
+def test_classes_that_read_numbers_when_built_are_priced_equally() -> None:
     plain, reading = (
         ModelFlops.or_tokens(lambda cls=cls: text_skeleton(own_models.register_own(cls)))
         for cls in (own_models.OwnForCausalLM, own_models.LinspaceForCausalLM)
@@ -97,14 +95,14 @@ def test_numbers_that_a_class_reads_as_it_is_built_are_those_of_from_pretrained(
         (own_models.UnnamedExpertsForCausalLM, "cannot be counted (ValueError: own_of_tests has experts, and its"),
     ],
 )
-def test_a_class_that_cannot_be_priced_costs_its_tokens(model_class: type, why: str) -> None:
+def test_classes_that_cannot_be_priced_cost_their_tokens(model_class: type, why: str) -> None:
     flops = ModelFlops.or_tokens(lambda: text_skeleton(own_models.register_own(model_class)))
     assert flops.unknown.startswith(why)
     assert flops.forward([LAYOUT]) == LAYOUT.num_tokens
     assert flops.alone(np.array([3, 4])).tolist() == [3, 4]
 
 
-def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:
+def test_window_layers_pay_for_visible_keys() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     flops = ModelFlops.of(text_skeleton(config("gemma2", layer_types=kinds, sliding_window=2)))
     assert flops.pairs == (PairCost(4 * 4 * 4), PairCost(2 * 4 * 4 * 4, window=2))
@@ -113,29 +111,25 @@ def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2", "qwen2", "qwen3_moe"])
-def test_a_window_without_layer_types_counts_in_every_layer_where_it_is_on(model_type: str) -> None:
+def test_windows_without_layer_types_count_in_every_layer_if_enabled(model_type: str) -> None:
     switched_off = {"use_sliding_window": False} if model_type.startswith("qwen") else {}
     for window in (7, None):
-        pairs = ModelFlops.of(
-            text_skeleton(config(model_type, sliding_window=window, pad_token_id=0, **switched_off))
-        ).pairs
+        windowed = config(model_type, sliding_window=window, pad_token_id=0, **switched_off)
+        pairs = ModelFlops.of(text_skeleton(windowed)).pairs
         assert [pair.window for pair in pairs] == [None if switched_off else window]
 
 
-def test_lookup_tables_do_no_work_and_a_value_head_runs_on_its_rows() -> None:
+def test_lookup_tables_cost_nothing_and_heads_their_sizes() -> None:
     with torch.device("meta"):
         value = transformers.AutoModelForTokenClassification.from_config(config("qwen3", num_labels=1))
     flops = ModelFlops.of(value)
     assert flops.per_token == 2 * 3 * PER_LAYER
     assert flops.per_label == 2 * (16 + 1)
-
-
-def test_heads_of_latent_attention_have_two_sizes() -> None:
     assert ModelFlops.of(text_skeleton(tiny_config("deepseek_v3"))).pairs == (PairCost(2 * (24 + 12) * 4 * 2),)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1), st.none() | st.integers(1, 12))
-def test_a_segment_pays_for_the_keys_in_the_window_of_each_query(segments, window) -> None:
+def test_segments_pay_for_the_keys_in_each_querys_window(segments, window) -> None:
     counted = [sum(min(p + 1, window or p + 1) for p in range(a, a + n)) for a, n in segments]
     assert visible_pairs(*np.array(segments).T, window).tolist() == counted
 
@@ -154,4 +148,4 @@ def test_patches_cost_what_torch_counts(kind: str) -> None:
     patches = np.array([np.prod(grid) for grid in GRIDS])
     flops, of_text = ModelFlops.of(model), ModelFlops.of(text_skeleton(config))  # of Qwen3.5's text alone
     assert flops.images(patches) == pytest.approx(counter.get_total_flops(), rel=0.02)
-    assert replace(flops, vision=None) == replace(of_text, vision=None), "text costs what it costs without an encoder"
+    assert replace(flops, vision=None) == replace(of_text, vision=None), "the encoder does not change the text's price"

@@ -1,4 +1,4 @@
-"""Sequences without a loss token are computed beside others: none is lost, and ranks run as many micro-batches."""
+"""Sequences without a loss token join others: none is lost, and ranks run equal numbers of micro-batches."""
 
 from typing import Any
 
@@ -13,13 +13,12 @@ FREE = CacheWeights()
 
 
 def members(*args: Any, **options: Any) -> list[list[int]]:
-    """The sequences of each micro-batch."""
     return [part.sequences for group in cut_for_loss(*args, **options) for part in group]
 
 
-def test_a_small_group_without_a_loss_token_joins_another() -> None:
-    """verl fills batches up with copies of such a sequence, and some of its losses fail where there is nothing else."""
-    order = batch_of(*[((7, 2), (i,) * 20) for i in range(4)], ((7, 9, 9), (9,))).order()  # all start with one token
+def test_small_groups_without_a_loss_token_join_others() -> None:
+    """verl pads batches with copies of such sequences, and some of its losses fail on them alone."""
+    order = batch_of(*[((7, 2), (i,) * 20) for i in range(4)], ((7, 9, 9), (9,))).order()
     has_loss = np.array([1, 1, 1, 1, 0])
     for at_least in (1, 2, 4):
         plan = members(order, has_loss, MicroBatchLimits(max_tokens=82), FREE, at_least=at_least)
@@ -28,10 +27,10 @@ def test_a_small_group_without_a_loss_token_joins_another() -> None:
     fillers = batch_of(*[((i, i), (i,) * 99) for i in range(2)], *[((9,), (9,))] * 3).order()
     for at_least in (2, 3, 4, 5):
         plan = members(fillers, np.array([1, 1, 0, 0, 0]), MicroBatchLimits(max_sequences=1), FREE, at_least=at_least)
-        assert len(plan) == at_least, "ranks run as many"
+        assert len(plan) == at_least, "equal numbers on all ranks"
 
 
-def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
+def test_large_groups_without_a_loss_token_are_spread() -> None:
     masked = [((0, 1), (i,) * 400) for i in range(8)]
     order = batch_of(*masked, *[((g, g), (i,) * 150) for g in range(2, 9) for i in range(8)]).order()
     has_loss = np.arange(64) >= 8
@@ -43,8 +42,8 @@ def test_a_large_group_without_a_loss_token_is_spread_over_the_others() -> None:
         assert max(order.subset(of).num_new.sum() for of in places) <= 9 * most / 8
 
 
-def test_a_masked_group_that_does_not_fit_beside_the_others_makes_these_more() -> None:
-    """Stock verl mixes its sequences with others, and has no micro-batch without a loss token either."""
+def test_masked_groups_that_do_not_fit_add_micro_batches() -> None:
+    """Stock verl mixes sequences too, so it has no micro-batch without a loss token."""
     for masked, own, most in ((50, 20, 100), (100, 30, 200)):
         order = batch_of(*[((g, g), (i,) * n) for g, n in enumerate((masked, own)) for i in range(4)]).order()
         for weights in (None, FREE):
@@ -53,15 +52,13 @@ def test_a_masked_group_that_does_not_fit_beside_the_others_makes_these_more() -
             assert all(max(sequences) >= 4 for sequences in plan)
     partly = batch_of(*[((g,) * 39, (i,) * n) for g, n in enumerate((12, 26)) for i in range(4)]).order()
     plan = members(partly, np.array([0, 0, 0, 0, 1, 0, 1, 0]), MicroBatchLimits(max_tokens=151), FREE)
-    assert len(plan) == 2, "a third would lack a loss token too"
-
-
-def test_a_masked_group_is_a_micro_batch_of_its_own_where_no_other_has_room() -> None:
+    assert len(plan) == 2, "a third would have no loss token"
+    # A masked group without room elsewhere is its own micro-batch.
     order = batch_of(((9,) * 8, (1,)), *[((2,), (i,) * 5) for i in range(3)]).order()
     assert sorted(members(order, np.array([0, 1, 1, 1]), MicroBatchLimits(max_tokens=8), FREE)) == [[0], [1], [2], [3]]
 
 
-def test_ranks_run_as_many_where_a_large_masked_group_no_longer_fits_beside_the_others() -> None:
+def test_ranks_run_equal_numbers_if_a_masked_group_does_not_fit() -> None:
     groups = [(8, 4, 20), (8, 6, 60), (1, 4, 5), (8, 3, 5)]  # tokens of the prompt, responses, tokens of each
     pairs = [((g,) * prompt, (100 + i,) * own) for g, (prompt, n, own) in enumerate(groups) for i in range(n)]
     order, has_loss = batch_of(*pairs).order(), np.repeat([0, 1, 0, 0], [n for _, n, _ in groups])

@@ -1,4 +1,4 @@
-"""Bytes of an update, what stays whole in the memory that is free, and the level that a micro-batch takes."""
+"""Bytes of an update, groups that stay whole in free memory, and the activation level of a micro-batch."""
 
 import random
 from collections import Counter
@@ -31,7 +31,7 @@ def weights_of(name: str, num_gpus: int) -> WeightBytes:
 
 
 def room_beside(weights: WeightBytes, device: float, host: float) -> MemoryBudget:
-    """What a device of so many bytes has beside weights, gradients, AdamW and the reserve."""
+    """Return the bytes of a device left by weights, gradients, AdamW and the reserve."""
     reserve = DEVICE_RESERVE * device + weights.head
     fixed = weights.weights + weights.gradients + weights.optimizer + weights.gathered
     return MemoryBudget(device - fixed - reserve, host, reserve)
@@ -40,7 +40,7 @@ def room_beside(weights: WeightBytes, device: float, host: float) -> MemoryBudge
 def plan_group(
     prompt: int, response: int, n: int, budget: int, levels: ActivationPolicy, others: int = 0
 ) -> list[MicroBatch]:
-    """Micro-batches of an update of a group, and of others of one short sequence each."""
+    """Return micro-batches of an update of one group, and ``others`` of one short sequence each."""
     tokens = np.array([*[prompt - 1 + response] * n, *[8] * others])
     order = PrefixOrder(np.arange(n + others), tokens, np.array([0, *[prompt - 1] * (n - 1), *[0] * others]))
     weights = cache_weights(levels, budget, forward_only=False)
@@ -48,8 +48,8 @@ def plan_group(
     return [part for group in plan for part in group]
 
 
-def test_groups_stay_whole_where_they_fit_and_chunks_of_others_fit() -> None:
-    """Random models, cards, ranks and groups; a sequence that exceeds the device by itself runs all the same."""
+def test_groups_stay_whole_if_they_fit_and_other_chunks_fit() -> None:
+    """Random models, GPUs, ranks and groups; a single sequence that exceeds the device runs too."""
     draw = random.Random(0)
     taken: Counter[tuple[bool, Level]] = Counter()
     for _ in range(1000):
@@ -82,7 +82,7 @@ def test_groups_stay_whole_where_they_fit_and_chunks_of_others_fit() -> None:
     assert min(taken[split, level] for split in (False, True) for level in levels_of_auto) > 5
 
 
-def test_the_fastest_level_that_fits_is_taken_and_the_smallest_where_none_does() -> None:
+def test_the_fastest_level_that_fits_device_and_host_is_chosen() -> None:
     sizes, levels = SIZES["4b"], replace(LEVELS, memory=replace(ROOM, host=1e15))
     *ladder, small = levels.ladder
     most = [int(ROOM.device // sizes.on_device(level)) for level in ladder]
@@ -91,25 +91,22 @@ def test_the_fastest_level_that_fits_is_taken_and_the_smallest_where_none_does()
     assert replace(levels, memory=replace(ROOM, host=0.0)).choose(most[0] + 1) is small is Level.INPUTS
     assert levels.choose(most[0], cached=1000) is levels.choose(most[0], pending=1000) is Level.ATTENTION_ON_HOST
     assert replace(levels, logits_at_once=True).choose(most[0], labels=1000) is Level.ATTENTION_ON_HOST
-
-
-def test_a_host_without_room_is_left_alone() -> None:
     held = SIZES["4b"].saved(Level.ATTENTION)
     for host, level in ((100_000 * held, "attention_on_host"), (99_999 * held, "inputs_on_host"), (0, "inputs")):
         assert replace(LEVELS, memory=replace(ROOM, host=host)).choose(100_000).value == level
-    assert replace(LEVELS, memory=replace(ROOM, host=-1.0)).choose(10) is Level.ATTENTION, "offloaded weights fill it"
+    full = replace(LEVELS, memory=replace(ROOM, host=-1.0))
+    assert full.choose(10) is Level.ATTENTION, "offloaded weights fill the host"
 
 
-def test_a_group_takes_the_reserve_where_its_longest_sequence_needs_it() -> None:
-    """Its prompt and 16 responses are 49,151 tokens, of which a sequence alone has 33,791."""
-    for fitting, parts in ((33_790, 1), (33_791, 2)):
-        levels = room_of(fitting, Level.INPUTS)
-        levels = replace(levels, memory=replace(levels.memory, reserve=levels.memory.device))
-        assert min(len(plan_group(*LONG, 40960, levels)), 2) == parts
-
-
-def test_a_template_that_all_prompts_share_makes_no_group_that_stays_whole() -> None:
-    """64 prompts of 300 tokens begin with the same 200, and have 8 responses of 500."""
+def test_whole_groups_are_halved_for_other_ranks_and_templates_are_split() -> None:
+    order = PrefixOrder(np.arange(16), np.full(16, 33_791), np.array([0, *[32_767] * 15]))
+    levels = room_of(10**6, Level.INPUTS)
+    for at_least in (1, 2, 4):
+        plan = cut_micro_batches(order, MicroBatchLimits(40_960), None, at_least, policy=levels)
+        sizes = [len(part.sequences) for group in plan for part in group]
+        assert len(sizes) == at_least
+        assert max(sizes) <= max(16 // at_least, 8) or at_least == 1
+    # 64 prompts of 300 tokens begin with the same 200, and have 8 responses of 500.
     shared = np.tile([200, *[299] * 7], 64)
     shared[0] = 0
     order = PrefixOrder(np.arange(512), np.full(512, 799), shared)
@@ -118,48 +115,35 @@ def test_a_template_that_all_prompts_share_makes_no_group_that_stays_whole() -> 
     assert max(part.num_tokens for group in plan for part in group) <= 16_384
 
 
-def test_a_whole_group_above_the_budget_is_halved_where_other_ranks_need_more() -> None:
-    order = PrefixOrder(np.arange(16), np.full(16, 33_791), np.array([0, *[32_767] * 15]))
-    levels = room_of(10**6, Level.INPUTS)
-    for at_least in (1, 2, 4):
-        plan = cut_micro_batches(order, MicroBatchLimits(40_960), None, at_least, policy=levels)
-        sizes = [len(part.sequences) for group in plan for part in group]
-        assert len(sizes) == at_least
-        assert max(sizes) <= max(16 // at_least, 8) or at_least == 1
-
-
-def test_the_longest_prompt_that_was_measured_stays_whole() -> None:
+def test_the_longest_measured_prompt_stays_whole() -> None:
     """90,112 tokens in 32 GiB of one GPU, 4B in bfloat16 with SGD; docs/benchmarks.md."""
     held = weights_of("4b", 1)
-    beside = held.gathered + (held.weights + held.gradients) / 2
+    fixed = held.gathered + (held.weights + held.gradients) / 2
     reserve = DEVICE_RESERVE * 32 * GIB + held.head
-    room = MemoryBudget(32 * GIB - beside - reserve, 100.0 * GIB, reserve)
+    room = MemoryBudget(32 * GIB - fixed - reserve, 100.0 * GIB, reserve)
     assert len(plan_group(90_112, 1024, 8, 91_136, replace(LEVELS, memory=room))) == 1
 
 
-def test_what_is_asked_for_is_taken_and_offload_means_levels_on_the_host() -> None:
+def test_fixed_levels_offload_and_ranks_decide_the_level() -> None:
     assert all(replace(LEVELS, fixed_level=level).choose(10**9) is level for level in Level)
     assert replace(LEVELS, offload_only=True).choose(10) is Level.ATTENTION_ON_HOST
-    assert ActivationPolicy().choose(10**9) is Level.ATTENTION, "on a CPU nothing waits on the host by itself"
+    assert ActivationPolicy().choose(10**9) is Level.ATTENTION, "a CPU offloads nothing by default"
     assert ActivationPolicy(offload_only=True).choose(10) is Level.ATTENTION_ON_HOST
-
-
-def test_ranks_that_share_tokens_share_their_bytes() -> None:
     both, most = replace(LEVELS, ranks=2), int(ROOM.device // SIZES["4b"].on_device(Level.ATTENTION))
     assert (LEVELS.choose(2 * most), both.choose(2 * most)) == (Level.ATTENTION_ON_HOST, Level.ATTENTION)
 
 
-def test_kept_gradients_are_those_of_all_gpus_until_the_last_micro_batch() -> None:
+def test_deferred_reduction_keeps_gradients_of_all_gpus() -> None:
     weights = weights_of("4b", 8)
     kept = WeightBytes.of(text_skeleton(CONFIGS["4b"]), 8, keeps_gradients=True)
     assert kept.gathered - weights.gathered == 7 * weights.gradients
 
 
-LONG = (32768, 1024, 16)
+LONG = (32768, 1024, 16)  # 49,151 tokens in all
 
 
 def room_of(tokens: int, level: Level, host: float = 0.0) -> ActivationPolicy:
-    """Policy where so many tokens fit on the device at a level."""
+    """Return the policy of a device that holds a number of tokens at a level."""
     return replace(LEVELS, memory=MemoryBudget(float(tokens * SIZES["4b"].on_device(level)), host))
 
 
@@ -172,28 +156,31 @@ def room_of(tokens: int, level: Level, host: float = 0.0) -> ActivationPolicy:
         (Level.INPUTS, 0.0),
     ],
 )
-def test_a_group_above_the_budget_stays_whole_where_it_fits_at_some_level(level: Level, host: float) -> None:
-    """Its prompt and 16 responses are 49,151 tokens."""
+def test_groups_above_the_budget_stay_whole_if_they_fit(level: Level, host: float) -> None:
     assert len(plan_group(*LONG, 40960, room_of(49_151, level, host))) == 1
     smallest = Level.INPUTS_ON_HOST if host else Level.INPUTS
     assert len(plan_group(*LONG, 40960, room_of(49_150, smallest, host))) > 1
     assert len(plan_group(*LONG, 40960, replace(room_of(49_151, level, host), fixed_level=level))) == 1
 
 
-def test_a_group_above_the_budget_is_split_where_it_does_not_fit() -> None:
-    assert len(plan_group(*LONG, 40960, replace(LEVELS, fixed_level=Level.ALL))) > 1, "at the level that is asked for"
-    assert len(plan_group(*LONG, 40960, ActivationPolicy())) > 1, "without figures of memory the budget holds"
+def test_groups_that_do_not_fit_are_split_unless_a_sequence_needs_the_reserve() -> None:
+    assert len(plan_group(*LONG, 40960, replace(LEVELS, fixed_level=Level.ALL))) > 1, "at a fixed level"
+    assert len(plan_group(*LONG, 40960, ActivationPolicy())) > 1, "memory is unknown"
     large = room_of(49_151, Level.INPUTS)
     assert len(plan_group(*LONG, 40960, replace(large, logits_at_once=True))) > 1
     assert len(plan_group(*LONG, 40960, replace(room_of(24_576, Level.INPUTS), ranks=2))) == 1
-    assert len(plan_group(*LONG, 40960, large, others=2300)) == 2, "it is one micro-batch, not those of its tokens"
+    assert len(plan_group(*LONG, 40960, large, others=2300)) == 2, "a large group counts as one micro-batch"
     tokens = np.full(3, 33_790)
     order = PrefixOrder(np.arange(3), tokens, np.array([0, 1000, 32_767]))
     assert len(cut_micro_batches(order, MicroBatchLimits(max_sequences=2), policy=LEVELS)) == 2
+    # A sequence of 33,791 tokens needs the reserve.
+    for fitting, parts in ((33_790, 1), (33_791, 2)):
+        levels = room_of(fitting, Level.INPUTS)
+        levels = replace(levels, memory=replace(levels.memory, reserve=levels.memory.device))
+        assert min(len(plan_group(*LONG, 40960, levels)), 2) == parts
 
 
-def test_a_budget_stands_for_all_of_the_room() -> None:
-    """So chunks are as long as tokens and memory let."""
+def test_the_token_budget_uses_all_memory_and_defaults_to_long_sequences() -> None:
     sizes = SIZES["4b"]
     room = MemoryBudget(float(20 * GIB), 0.0)
     weights = cache_weights(replace(LEVELS, memory=room, ranks=2), 40_960, forward_only=False)
@@ -207,34 +194,28 @@ def test_a_budget_stands_for_all_of_the_room() -> None:
     asked = cache_weights(replace(LEVELS, memory=room, fixed_level=Level.ATTENTION), 40_960, forward_only=False)
     assert asked.computed == pytest.approx(sizes.on_device(Level.ATTENTION) / room.device * 40_960)
     plenty = plan_group(32768, 1024, 400, 40_960, replace(LEVELS, memory=MemoryBudget(55.0 * GIB, 0.0)))
-    assert max(part.num_tokens for part in plenty) > 0.95 * 40_960, "tokens limit these chunks"
-
-
-def test_the_token_budget_without_one_is_that_of_the_longest_sequences() -> None:
+    assert max(part.num_tokens for part in plenty) > 0.95 * 40_960, "the token limit binds, not memory"
     tokens = np.array([5, 50, 7, 40])
     assert MicroBatchLimits(300).budget(tokens) == 300
     assert MicroBatchLimits(max_sequences=2).budget(tokens) == 90
     assert MicroBatchLimits().budget(tokens) == 102
 
 
-def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
+def test_weights_of_an_8b_config_at_every_level() -> None:
     sizes = SIZES["8b"]
     assert sizes.saved(Level.ATTENTION) == sizes.saved(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
     assert (sizes.cache_bytes(cached=1), sizes.cache_bytes(pending=1)) == ((144 + 288) * 1024, 288 * 1024)
     weights = cache_weights(ActivationPolicy(sizes=sizes), 1000, forward_only=False)
     assert weights.cached == pytest.approx(0.745, abs=0.002)
     assert weights.published == pytest.approx(0.497, abs=0.002)
-    assert weights.alone == pytest.approx(8 / 16.125), "the layer's input alone"
-    asked = cache_weights(ActivationPolicy(Level.ATTENTION, sizes), 1000, forward_only=False)
-    assert asked == replace(weights, alone=1.0), "no other level than the one that is asked for"
+    assert weights.alone == pytest.approx(8 / 16.125), "only the layer inputs"
+    fixed = cache_weights(ActivationPolicy(Level.ATTENTION, sizes), 1000, forward_only=False)
+    assert fixed == replace(weights, alone=1.0)
     of_log_probs = cache_weights(ActivationPolicy(sizes=sizes), 1000, forward_only=True)
-    assert of_log_probs.cached == of_log_probs.published == pytest.approx(144 / 580.5, abs=0.001), "without sums"
-    assert of_log_probs.alone == 0, "nothing is kept of what is computed"
+    assert of_log_probs.cached == of_log_probs.published == pytest.approx(144 / 580.5, abs=0.001), "no gradient sums"
+    assert of_log_probs.alone == 0, "a forward keeps nothing"
     more = TokenBytes.of(CONFIGS["8b"], compiled=False).gradients - sizes.gradients
-    assert more == 2 * (12288 + 4 * 4096 + 2 * 5120), "of the MLP, of norms, of queries and keys"
-
-
-def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_cheaper() -> None:
+    assert more == 2 * (12288 + 4 * 4096 + 2 * 5120), "of the MLP, norms, queries and keys"
     levels = (Level.ATTENTION_ON_HOST, Level.INPUTS, Level.ATTENTION, Level.ALL)
     cached = [cache_weights(ActivationPolicy(level, SIZES["8b"]), 1000, forward_only=False).cached for level in levels]
     assert cached[:2] == [pytest.approx(1.5)] * 2
@@ -246,22 +227,19 @@ def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_c
     # all, attention, attention_on_host, inputs, inputs_on_host
     [("4b", (3_900, 627, 171, 328, 154)), ("8b", (4_950, 773, 211, 473, 195))],
 )
-def test_levels_take_what_was_measured(name: str, kilobytes: tuple[int, ...]) -> None:
+def test_level_bytes_match_measurements(name: str, kilobytes: tuple[int, ...]) -> None:
     of_all, *others = (SIZES[name].on_device(level) / 1000 for level in Level)
     assert of_all == pytest.approx(kilobytes[0], rel=0.05)
     assert others == pytest.approx(kilobytes[1:], rel=0.01)
 
 
-def test_latent_attention_caches_narrow_values_as_wide_as_its_keys() -> None:
+def test_latent_values_hybrid_states_and_configs_without_sizes_are_counted() -> None:
     assert TokenBytes.of(tiny_config("deepseek_v3")).key_value == 4 * (24 + 24) * 2
     sizes, kinds = TokenBytes.of(hybrid := tiny_config("qwen3_next")), hybrid.layer_types
     assert sizes.caching_layers == kinds.count("full_attention") < len(kinds)
     states, inputs = MIXERS["gated_delta"].state_sizes(hybrid)
     assert (sizes.state, sizes.state_sums) == (4 * states + 2 * inputs, 4 * (states + inputs))
     assert sizes.cache_bytes(states=1, pending_states=1) == sizes.state + 2 * sizes.state_sums
-
-
-def test_a_config_without_sizes_counts_cached_tokens_as_the_most_there_is() -> None:
     assert TokenBytes.of(transformers.PretrainedConfig()) is None
     weights = cache_weights(ActivationPolicy(), 1000, forward_only=False)
     assert (weights.cached, weights.published, weights.alone, weights.computed) == (3, 2, 1, 1)

@@ -1,4 +1,4 @@
-"""Micro-batches over random trees: nobody is lost, budgets hold with what is cached, little is computed twice."""
+"""Micro-batches of random trees: none is lost, budgets hold with cached tokens, little is computed twice."""
 
 from collections import Counter, defaultdict
 
@@ -44,7 +44,6 @@ def num_split(plan: Plan) -> int:
 
 
 def prefills(plan: Plan) -> list[int]:
-    """Tokens of each."""
     missing = (part.chunk.num_cached - part.chunk.num_kept for part in parts_of(plan) if part.chunk)
     return [tokens for tokens in missing if tokens]
 
@@ -54,15 +53,15 @@ def recomputed(plan: Plan, order: PrefixOrder) -> int:
 
 
 def cost(plan: Plan, order: PrefixOrder, forward_only: bool) -> float:
-    """What a plan takes beyond tokens that are computed once, in tokens of an update."""
+    """Return what a plan costs beyond computing each token once, in tokens of an update."""
     a_batch = planner.MICRO_BATCH_COST
     of_prefills = 0 if forward_only else planner.PREFILL_COST * sum(tokens + a_batch for tokens in prefills(plan))
     return recomputed(plan, order) + a_batch * len(parts_of(plan)) + of_prefills
 
 
 @given(st.data(), ANY_BATCH)
-def test_every_sequence_is_computed_once_and_no_micro_batch_exceeds_what_fits_into_memory(data, batch) -> None:
-    """A single sequence alone, or where it keeps no attention, may take more."""
+def test_sequences_are_computed_once_within_the_limits(data, batch) -> None:
+    """A single sequence may exceed the weighted limit."""
     limits, weights = data.draw(limits_for(batch)), data.draw(cache_weights)
     given_weights = data.draw(st.sampled_from([weights, weights, None]))
     plan = data.draw(plans(batch, limits=limits, weights=given_weights))
@@ -92,7 +91,7 @@ def test_every_sequence_is_computed_once_and_no_micro_batch_exceeds_what_fits_in
 
 
 @given(st.data(), ANY_BATCH)
-def test_a_rank_makes_exactly_as_many_micro_batches_as_another_needs(data: st.DataObject, batch: Batch) -> None:
+def test_a_rank_makes_exactly_as_many_micro_batches_as_required(data: st.DataObject, batch: Batch) -> None:
     fixed = {
         "limits": data.draw(limits_for(batch)),
         "weights": data.draw(st.sampled_from([None, FREE, CacheWeights(0.5, 0.5, 0.5), CacheWeights(1.5, 1.5)])),
@@ -104,7 +103,7 @@ def test_a_rank_makes_exactly_as_many_micro_batches_as_another_needs(data: st.Da
 
 
 @given(st.data(), ANY_BATCH)
-def test_sequences_that_share_a_token_and_fit_are_computed_in_one_piece(data: st.DataObject, batch: Batch) -> None:
+def test_groups_that_fit_are_computed_in_one_piece(data: st.DataObject, batch: Batch) -> None:
     limits = data.draw(limits_for(batch))
     plan = parts_of(data.draw(plans(batch, limits=limits, at_least=1)))
     place, groups = {s: i for i, part in enumerate(plan) for s in part.sequences}, defaultdict(list)
@@ -113,12 +112,12 @@ def test_sequences_that_share_a_token_and_fit_are_computed_in_one_piece(data: st
     for group in groups.values():
         tokens, most = len(batch.take(group).rows()), limits.max_tokens
         if tokens <= (most or tokens) and len(group) <= (limits.max_sequences or len(group)):
-            # Without a token budget a split group has the room of the longest sequences.
+            # Without a token budget a split group's limit is that of the longest sequences.
             assert len({place[s] for s in group}) == 1 or most is None
 
 
 @given(st.data(), batches(with_classes=True, max_sequences=10))
-def test_the_order_of_the_mini_batch_does_not_change_the_micro_batches(data: st.DataObject, batch: Batch) -> None:
+def test_batch_order_does_not_change_the_micro_batches(data: st.DataObject, batch: Batch) -> None:
     limits = data.draw(limits_for(batch))
 
     def contents(some: Batch) -> list[Counter]:
@@ -145,8 +144,8 @@ WEIGHTS_4B = CacheWeights(0.914, 0.610, 0.381), CacheWeights(0.305, 0.305, 0.0)
         (30_000, [32] * 64, 40_960, WEIGHTS_4B, 350, 350),
     ],
 )
-def test_groups_of_grpo_cost_what_the_cheapest_cuts_cost(prompt, responses, budget, weights, update, log_probs) -> None:
-    """A dynamic programme over all cuts finds these figures."""
+def test_grpo_groups_cost_what_the_cheapest_cuts_cost(prompt, responses, budget, weights, update, log_probs) -> None:
+    """Expected costs are from a dynamic programme over all cuts."""
     n = len(responses)
     order = PrefixOrder(np.arange(n), prompt - 1 + np.array(responses), np.array([0, *[prompt - 1] * (n - 1)]))
     for forward_only, expected in ((False, update), (True, log_probs)):
@@ -155,26 +154,20 @@ def test_groups_of_grpo_cost_what_the_cheapest_cuts_cost(prompt, responses, budg
 
 
 @pytest.mark.parametrize(("group_size", "response"), [(1, 512), (256, 512), (8192, 64)])
-def test_the_work_of_a_cut_grows_with_the_number_of_sequences(group_size: int, response: int) -> None:
+def test_cutting_takes_linear_time(group_size: int, response: int) -> None:
     size = 8192
     lengths = 1023 + np.random.default_rng(0).integers(response // 2, response, size)
     order = PrefixOrder(np.arange(size), lengths, np.where(np.arange(size) % group_size, 1023, 0))
     weights = CacheWeights(0.745, 0.497, 0.4)
-    found: list[Plan] = []
-    assert num_calls(lambda: found.append(cut_micro_batches(order, MicroBatchLimits(6000), weights))) < 60 * size
-    (plan,) = found
+    plans: list[Plan] = []
+    assert num_calls(lambda: plans.append(cut_micro_batches(order, MicroBatchLimits(6000), weights))) < 60 * size
+    (plan,) = plans
     assert recomputed(plan, order) == 0
     assert num_split(plan) == (size // group_size if group_size > 1 else 0)
 
 
-def test_one_group_is_cut_into_as_many_micro_batches_as_sequences_in_seconds() -> None:
-    order = PrefixOrder(np.arange(1024), np.arange(1, 1025), np.arange(1024))
-    for weights in (None, FREE):
-        assert len(parts_of(cut_micro_batches(order, MicroBatchLimits(), weights, 1024))) == 1024
-
-
 def cut_group(max_tokens=None, weights=FREE, at_least=1, max_sequences=None) -> Plan:
-    """Of 8 sequences: a prompt of 99 tokens, and 3 of each response."""
+    """Cut 8 sequences of a prompt of 99 tokens and 3 tokens of each response."""
     return cut_at_cost(GROUP.order(), MicroBatchLimits(max_tokens, max_sequences), weights, at_least)
 
 
@@ -194,14 +187,14 @@ CUTS = {
 
 
 @pytest.mark.parametrize(("cut", "sizes", "computed_again", "prefill"), CUTS.values(), ids=CUTS)
-def test_cutting_a_group_computes_little_again(cut: tuple, sizes: list[int], computed_again: int, prefill: int) -> None:
+def test_cuts_of_a_group_recompute_little(cut: tuple, sizes: list[int], computed_again: int, prefill: int) -> None:
     plan = cut_group(*cut)
     assert sorted(len(part.sequences) for part in parts_of(plan)) == sizes
     assert (recomputed(plan, GROUP.order()), sum(prefills(plan))) == (computed_again, prefill)
     assert num_split(plan) == (prefill > 0)
 
 
-def test_whole_groups_are_packed_together_longest_first() -> None:
+def test_whole_groups_are_packed_longest_first_and_not_split_by_templates() -> None:
     pairs = [((g, g + 1, g + 2), (i,)) for g in range(10, 90, 10) for i in range(4)]
     plan = cut_micro_batches(batch_of(*pairs).order(), MicroBatchLimits(max_tokens=2 * (2 + 4)))
     assert [len(part.sequences) for part in parts_of(plan)] == [8, 8, 8, 8]
@@ -209,24 +202,25 @@ def test_whole_groups_are_packed_together_longest_first() -> None:
     assert members(cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)) == [[0, 1], [2]]
     one_long = PrefixOrder(np.arange(4), np.array([9, 1, 1, 1]), np.zeros(4, dtype=np.int64))
     assert len(cut_micro_batches(one_long, MicroBatchLimits(max_sequences=2))) == 2, "as few as hold them"
-
-
-def test_groups_of_one_micro_batch_are_parted_where_another_rank_needs_one_more() -> None:
-    tokens, shared = np.array([7, 6, 52, 18, 31, 27, 45, 43]), np.array([0, 6, 0, 0, 0, 0, 0, 0])
-    order, weights = PrefixOrder(np.arange(8), tokens, shared), CacheWeights(0.5, 0.5)
-    plans = [members(cut_micro_batches(order, MicroBatchLimits(62, 2), weights, ranks)) for ranks in (1, 6)]
-    assert [len(plan) for plan in plans] == [5, 6]
-    assert all(sorted(s for part in plan for s in part) == list(range(8)) for plan in plans)
-
-
-def test_a_system_prompt_shared_by_all_questions_does_not_tear_their_groups_apart() -> None:
     prompts = [(*range(50), 60 + q, *range(30)) for q in range(6)]
     batch = batch_of(*[(prompt, (i, i)) for i in range(4) for prompt in prompts])
     plan = cut_micro_batches(batch.order(), MicroBatchLimits(max_tokens=150))
     assert sorted(sorted({s % 6 for s in part.sequences}) for part in parts_of(plan)) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_sequence_above_the_limit_and_more_micro_batches_than_sequences_are_refused() -> None:
+def test_groups_are_separated_if_another_rank_needs_more() -> None:
+    tokens, shared = np.array([7, 6, 52, 18, 31, 27, 45, 43]), np.array([0, 6, 0, 0, 0, 0, 0, 0])
+    order, weights = PrefixOrder(np.arange(8), tokens, shared), CacheWeights(0.5, 0.5)
+    plans = [members(cut_micro_batches(order, MicroBatchLimits(62, 2), weights, ranks)) for ranks in (1, 6)]
+    assert [len(plan) for plan in plans] == [5, 6]
+    assert all(sorted(s for part in plan for s in part) == list(range(8)) for plan in plans)
+    # One group is cut into as many micro-batches as sequences.
+    order = PrefixOrder(np.arange(1024), np.arange(1, 1025), np.arange(1024))
+    for weights in (None, FREE):
+        assert len(parts_of(cut_micro_batches(order, MicroBatchLimits(), weights, 1024))) == 1024
+
+
+def test_impossible_limits_and_counts_are_refused() -> None:
     batch = batch_of(((1, 2), (3,)), ((4, 5, 6), (7, 8)))
     for weights in (None, FREE):
         with pytest.raises(ValueError, match=r"sequence 1 alone needs 4 tokens of computation, more than the 3"):
@@ -235,14 +229,14 @@ def test_a_sequence_above_the_limit_and_more_micro_batches_than_sequences_are_re
         cut_group(at_least=9)
 
 
-def test_a_tiny_prefix_is_computed_again_rather_than_prefilled() -> None:
+def test_tiny_prefixes_are_recomputed_rather_than_prefilled() -> None:
     tiny = batch_of(*[(range(9), [i] * 50) for i in range(8)]).order()
     update = cut_micro_batches(tiny, MicroBatchLimits(210), FREE)
     assert (num_split(update), recomputed(update, tiny)) == (0, 8 * (len(update) - 1))
     assert num_split(cut_micro_batches(tiny, MicroBatchLimits(210), FREE, forward_only=True)) == 1
 
 
-def test_each_position_at_which_sequences_of_a_chunk_part_from_the_cached_path_takes_a_state() -> None:
+def test_limits_count_a_state_for_each_fork_from_the_cached_path() -> None:
     paths = [(*range(40 - 4 * k), *range(100 * k + 100, 100 * k + 112)) for k in range(9)]
     batch = batch_of(*[(path, (1, 2)) for path in paths])
     weights = CacheWeights(state=8.0)
@@ -257,7 +251,7 @@ def test_each_position_at_which_sequences_of_a_chunk_part_from_the_cached_path_t
     assert most > 1
 
 
-def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
+def test_small_groups_fill_the_room_left_by_chunks() -> None:
     batch = batch_of(*[((7, i), (1, 2)) for i in range(3)], *[(PROMPT, (i, i, i)) for i in range(8)])
     plan = cut_at_cost(batch.order(), MicroBatchLimits(120), FREE)
     assert [len(group) for group in plan] == [2]
@@ -265,8 +259,8 @@ def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
 
 
 @pytest.mark.parametrize(("preamble", "num_groups", "num_prompts"), [(0, 4, 1), (3, 4, 1), (60, 1, 5)])
-def test_a_short_template_does_not_bind_prompts_and_a_long_one_is_cached(preamble, num_groups, num_prompts) -> None:
-    """Else chunks of other prompts would wait for each other, and their labels would begin where the shortest does."""
+def test_long_templates_are_cached_and_short_ones_recomputed(preamble, num_groups, num_prompts) -> None:
+    """A cached short template would chain chunks of other prompts, with labels from the shortest prompt on."""
     prompts = [(*range(preamble), *range(1000 * g, 1000 * g + 100)) for g in range(1, 5)]
     pairs = [(prompt, (i,) * 30) for prompt in prompts for i in range(8)]
     plan = cut_at_cost(batch_of(*pairs, ((*range(preamble), 7), (1, 2, 3))).order(), MicroBatchLimits(256), FREE)
@@ -276,8 +270,8 @@ def test_a_short_template_does_not_bind_prompts_and_a_long_one_is_cached(preambl
 
 
 @pytest.mark.parametrize(("response", "again"), [(60, 1), (600, 8 * 51 + 7)])
-def test_samples_stay_together_where_prompts_are_short_for_the_budget(response: int, again: int) -> None:
-    """The template parts the groups, whose prompts bind samples all the same; of long samples each group takes two."""
+def test_samples_of_short_prompts_stay_together(response: int, again: int) -> None:
+    """The template separates groups but keeps samples of a prompt; groups of long samples take two micro-batches."""
     prompts = [(7, 8, *range(100 * g, 100 * g + 50)) for g in range(1, 9)]
     order = batch_of(*[(prompt, (i,) * response) for prompt in prompts for i in range(8)]).order()
     assert recomputed(cut_micro_batches(order, MicroBatchLimits(60 * planner.SHORT_PREFIX)), order) == again

@@ -1,4 +1,4 @@
-"""Random block tables as vLLM's prefix caching makes them: a block stands for all tokens up to its end."""
+"""Random block tables as vLLM's prefix caching makes them: a block id identifies all tokens up to its end."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Rollout servers that a router fills, in simulated seconds: the costs are those of a 4B model on one H200."""
+"""Simulation of a router and its rollout servers, in seconds; the costs are those of a 4B model on one H200."""
 
 import heapq
 import math
@@ -23,7 +23,7 @@ class Request:
 
 @dataclass
 class SimulatedServer:
-    """Prefills a prompt unless it has it, then decodes all sequences together, with shared prompts read once."""
+    """Prefills prompts that it has not cached, and decodes all sequences together, reading shared prompts once."""
 
     release: Callable[[str], None]
     seconds: float = 0.0
@@ -70,7 +70,7 @@ class Outcome:
 def long_tailed(prompts: int, n: int = 8, prompt_tokens: int = 8192, response_tokens: int = 1024, seed: int = 0):
     """Return ``n`` requests a prompt as verl's eight workers send them: chunks of prompts, each chunk in order.
 
-    Lengths have these means. Prompts are log-normal, and so are responses, in part alike within a prompt.
+    Lengths have these means. Prompt lengths are log-normal; so are response lengths, correlated within a prompt.
     """
     rng = random.Random(seed)
 

@@ -1,4 +1,4 @@
-"""Groups of a decode batch against a search over all pairs of requests."""
+"""Groups of a decode batch, compared with a search over all pairs of requests."""
 
 from collections import defaultdict
 
@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 def groups_by_search(table: torch.Tensor, lengths: torch.Tensor) -> dict[tuple[int, ...], list[int]]:
-    """Requests of each shared prefix, a tuple of blocks; a prefix of one request alone is in none."""
+    """Return the requests of each prefix (a tuple of blocks) that several requests share."""
     full = [
         tuple(row[: max(length - 1, 0) // BLOCK_SIZE])
         for row, length in zip(table.tolist(), lengths.tolist(), strict=True)
@@ -29,18 +29,16 @@ def groups_by_search(table: torch.Tensor, lengths: torch.Tensor) -> dict[tuple[i
     return {prefix: requests for prefix, requests in members.items() if len(requests) > 1}
 
 
-def found(
-    table: torch.Tensor, lengths: torch.Tensor, num_programs: int = 8, requests_per_tile: int = 4, min_saved: int = 1
+def find(
+    table: torch.Tensor, lengths: torch.Tensor, num_programs: int = 8, min_saved_tokens: int = 1
 ) -> tuple[Groups, torch.Tensor, torch.Tensor]:
-    return find_groups(
-        table, lengths, BLOCK_SIZE, requests_per_tile=requests_per_tile, tile_tokens=8, num_programs=num_programs,
-        min_saved_tokens=min_saved,
-    )  # fmt: skip
+    options = {"requests_per_tile": 4, "tile_tokens": 8, "num_programs": num_programs}
+    return find_groups(table, lengths, BLOCK_SIZE, **options, min_saved_tokens=min_saved_tokens)
 
 
 def check(table: torch.Tensor, lengths: torch.Tensor, num_programs: int = 8) -> int:
     """Compare with ``groups_by_search``; return the number of groups."""
-    groups, rest_lens, rest_blocks = found(table, lengths, num_programs)
+    groups, rest_lens, rest_blocks = find(table, lengths, num_programs)
     expected = groups_by_search(table, lengths)
     by_request = {request: prefix for prefix, requests in expected.items() for request in requests}
     for request, length in enumerate(lengths.tolist()):
@@ -60,7 +58,7 @@ def check(table: torch.Tensor, lengths: torch.Tensor, num_programs: int = 8) -> 
 
 
 def check_work(groups: Groups, expected: dict[tuple[int, ...], list[int]], num_programs: int) -> None:
-    """Every tile and split of a group is one work item, which the kernel finds as it does here."""
+    """Check that every tile and split of a group is one work item, located as the kernel does."""
     items = []
     for item in range(int(groups.num_items[0])):
         leader = int((groups.first_items <= item).sum()) - 1
@@ -94,22 +92,17 @@ def check_work(groups: Groups, expected: dict[tuple[int, ...], list[int]], num_p
     seed=st.integers(0, 2**32), requests=st.integers(1, 40), fanout=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     depth=st.integers(0, 12), padded=st.integers(0, 3), programs=st.sampled_from([1, 8, 33]),
 )  # fmt: skip
-def test_groups_of_random_trees(
-    seed: int, requests: int, fanout: float, depth: int, padded: int, programs: int
-) -> None:
+def test_groups_of_random_trees(seed, requests, fanout, depth, padded, programs) -> None:
     table, lengths = random_tree(requests, BLOCK_SIZE, torch.Generator().manual_seed(seed), fanout=fanout, depth=depth)
     table = torch.cat([table, table.new_zeros(padded, table.shape[1])])
     check(table, torch.cat([lengths, lengths.new_zeros(padded)]), programs)
 
 
-def test_equal_requests_and_stale_entries_behind_the_last_block() -> None:
+def test_groups_of_equal_requests_stale_entries_and_a_thousand_requests() -> None:
     table = torch.tensor([[5, 6, 7], [5, 6, 7], [9, 6, 7]], dtype=torch.int32)
     assert check(table[:2], torch.tensor([12, 12], dtype=torch.int32)) == 1
     assert check(table, torch.tensor([8, 9, 4], dtype=torch.int32)) == 1  # the third names 6 and 7 from an earlier step
     assert check(table, torch.tensor([4, 4, 1], dtype=torch.int32)) == 0  # no block is full before the new token
-
-
-def test_a_thousand_requests() -> None:
     table, lengths, _ = uniform_groups(64, 40, 8, 128, BLOCK_SIZE, torch.Generator().manual_seed(0))
     assert check(table, lengths, 33) == 128
     table, lengths = random_tree(1024, BLOCK_SIZE, torch.Generator().manual_seed(1), fanout=0.9)
@@ -117,26 +110,26 @@ def test_a_thousand_requests() -> None:
 
 
 @pytest.mark.parametrize(("prompts", "programs"), [(1, 33), (4, 33), (7, 33), (16, 33), (16, 66), (31, 33)])
-def test_work_items_of_equal_groups_keep_all_programs_busy(prompts: int, programs: int) -> None:
+def test_equal_groups_keep_all_programs_busy(prompts: int, programs: int) -> None:
     table, lengths, _ = uniform_groups(8192, 40, 4, prompts, BLOCK_SIZE, torch.Generator().manual_seed(0))
-    groups, _, _ = found(table, lengths, programs)
+    groups, _, _ = find(table, lengths, programs)
     assert 0.75 * programs <= int(groups.num_items[0]) <= 2 * programs
 
 
-def test_nothing_is_shared_where_too_little_would_be_saved() -> None:
+def test_groups_that_save_too_little_are_not_shared() -> None:
     table, lengths, _ = uniform_groups(64, 40, 3, 2, BLOCK_SIZE, torch.Generator().manual_seed(0))
-    assert int(found(table, lengths, min_saved=2 * 2 * 64)[0].num_items[0]) > 0
-    groups, rest_lens, rest_blocks = found(table, lengths, min_saved=2 * 2 * 64 + 1)
+    assert int(find(table, lengths, min_saved_tokens=2 * 2 * 64)[0].num_items[0]) > 0
+    groups, rest_lens, rest_blocks = find(table, lengths, min_saved_tokens=2 * 2 * 64 + 1)
     assert int(groups.num_items[0]) == int(groups.prefix_lens.sum()) == 0
     assert rest_lens.equal(lengths)
     assert rest_blocks.equal(table)
 
 
-def test_blocks_that_share_a_counter_join_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_with_a_common_counter_join_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups_module, "NUM_COUNTERS", 3)
     for seed in range(20):
         table, lengths = random_tree(12, BLOCK_SIZE, torch.Generator().manual_seed(seed), fanout=0.7)
-        groups, _, _ = found(table, lengths)
+        groups, _, _ = find(table, lengths)
         for prefix, requests in groups_by_search(table, lengths).items():
             assert all(int(groups.prefix_lens[request]) in (0, len(prefix) * BLOCK_SIZE) for request in requests)
         for request in range(12):

@@ -93,7 +93,7 @@ def test_the_op_is_as_exact_as_flash_attention(case: str, H: int, G: int, D: int
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of four layers whose attention is not flat: random weights of ten times the usual size."""
+    """A Qwen3 of four layers with peaked attention: random weights of ten times the usual size."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -108,7 +108,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def engine(checkpoint: Path, shared: bool, runner: str, **options: Any) -> Iterator[Any]:
-    """Run vLLM in this process, as verl configures it but without compiled layers, until the block ends."""
+    """Run vLLM in this process for the block, configured as by verl but without compiled layers."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER=str(int(runner == "V2")))
     from vllm import LLM
 
@@ -126,13 +126,13 @@ def engine(checkpoint: Path, shared: bool, runner: str, **options: Any) -> Itera
 
 
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what the function returns. A process can start one engine with sleep mode only."""
+    """Return what the function returns. A process can start only one engine with sleep mode."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
 def errors(llm: Any, checkpoint: Path, n: int = 8, prompts: int = 4, seed: int = 0) -> torch.Tensor:
-    """Generate and return the difference of each token's log-prob from that of a float32 model."""
+    """Generate, and return the difference of each token's log-prob from a float32 model's."""
     from transformers import Qwen3ForCausalLM
     from vllm import SamplingParams
 
@@ -160,7 +160,6 @@ def errors(llm: Any, checkpoint: Path, n: int = 8, prompts: int = 4, seed: int =
 
 
 def errors_with_preemption(checkpoint: Path, shared: bool) -> tuple[torch.Tensor, int]:
-    """Return errors, and how often vLLM preempted a request."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempted, preempt = [], Scheduler._preempt_request
@@ -196,9 +195,9 @@ def shared_errors(checkpoint: Path, runner: str) -> tuple[torch.Tensor, torch.Te
     groups, lay_out = [], shared_decode.SharedDecodeBuilder.lay_out
 
     def spied(*args: Any) -> Any:
-        found = lay_out(*args)
-        groups.append(found[0])
-        return found
+        result = lay_out(*args)
+        groups.append(result[0])
+        return result
 
     shared_decode.SharedDecodeBuilder.lay_out = spied
     shared_decode.MIN_SAVED_BYTES = shared_decode.MIN_EAGER_BYTES = 0

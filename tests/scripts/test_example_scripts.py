@@ -1,4 +1,4 @@
-"""The files that examples/run_qwen3_pg.sh makes are what verl and transformers can read."""
+"""The files that examples/run_qwen3_pg.sh makes are what verl and transformers read."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def test_rows_are_in_verls_rl_format_and_answers_are_right(tmp_path: Path) -> None:
+def test_data_is_in_verls_format_with_right_answers(tmp_path: Path) -> None:
     made = make_arithmetic_data(tmp_path / "data", test_size=3, repeat=2)
     train, test = (datasets.Dataset.from_parquet(str(path)) for path in made)
     for row in [*train, *test]:
@@ -38,11 +38,11 @@ TURNS = [("12", "12", 1.0), ("12", "", 0.0), ("8", "12", 1.0), ("12", "34", 0.2)
     [("12", 1.0), ("", 0.0), ("ab", 0.0), ("34", 0.2), ("13", 0.35), ("120", 0.4), ("1", 0.35), ("1a", 0.25)]
     + [(f"<tool_call>7</tool_call>\ntool\n{result}\nassistant\n{last}", score) for result, last, score in TURNS],
 )
-def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str, score: float) -> None:
+def test_only_the_exact_answer_scores_one(response: str, score: float) -> None:
     assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
 
 
-def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_special_marks_in_the_text() -> None:
+def test_tool_calls_are_read_by_verls_parser() -> None:
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(TOOL_CALL_MARKS)
     call, result, answer = answer_by_tool("3+4=", "7")
@@ -63,7 +63,7 @@ def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_spec
     ],
     ids=["one more", "another", "no file"],
 )
-def test_a_run_without_metrics_says_so_and_fails_if_it_should_have_some(tmp_path, loggers, code, stream, said) -> None:
+def test_summary_without_metrics_fails_only_if_there_should_be_some(tmp_path, loggers, code, stream, said) -> None:
     roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"
     (tmp_path / "config.yaml").write_text(f"{roles}\ntrainer: {{logger: {loggers}}}\n")
     command = [sys.executable, SCRIPTS / "run_summary.py", "none.jsonl", "--config", tmp_path / "config.yaml"]

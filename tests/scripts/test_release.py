@@ -1,4 +1,4 @@
-"""A release can be cut: one version, links that work on PyPI, workflows that name what is there."""
+"""Releases: one version, links that work on PyPI, and workflows that name existing scripts."""
 
 import re
 from importlib.metadata import version
@@ -23,11 +23,11 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
         ("v1.2.1", "## 1.1.0 (2026-01-31)\n", 2),
     ],
 )
-def test_a_tag_that_does_not_fit_version_and_changelog_is_refused(tag: str, changelog: str, said: int) -> None:
+def test_tags_that_do_not_match_version_and_changelog_are_refused(tag: str, changelog: str, said: int) -> None:
     assert len(issues(tag, "1.2.0", changelog)) == said
 
 
-def test_links_and_metadata_lead_to_the_repository_of_the_release_and_there_is_one_version() -> None:
+def test_release_links_versions_and_bounds_of_dependencies() -> None:
     text = "[a](docs/a.md#b) ![p](docs/p.png) [w](https://x.org/y) [h](#here)"
     assert absolute_links(text, "https://host/me/it", "v1.0.0") == (
         "[a](https://host/me/it/blob/v1.0.0/docs/a.md#b) ![p](https://host/me/it/raw/v1.0.0/docs/p.png) "
@@ -44,9 +44,6 @@ def test_links_and_metadata_lead_to_the_repository_of_the_release_and_there_is_o
     assert '\nIssues = "https://host/me/it/issues"\n' in with_addresses(project, "https://host/me/it")
     assert verl_pg_plugin.__version__ == version_of(ROOT / "verl_pg_plugin") == version("verl-pg-plugin")
     assert not re.search(r"^version = \"", project, re.MULTILINE)
-
-
-def test_every_dependency_has_bounds_and_none_exchanges_verl_transformers_or_torch() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.findall(
         r'^    "([A-Za-z0-9_.-]+)(\[.*?\])?([^"]*)",',
@@ -57,19 +54,19 @@ def test_every_dependency_has_bounds_and_none_exchanges_verl_transformers_or_tor
     bounded = {name: bounds for name, _, bounds in listed if name != "verl-pg-plugin"}
     assert len(bounded) > 25
     assert [name for name, bounds in bounded.items() if ">=" not in bounds] == []
-    # What a user has already is not exchanged; runs outside of the extra "tested" say so.
+    # Installed packages are not exchanged; runs outside of the extra "tested" log it.
     open_above = [name for name, bounds in bounded.items() if "<" not in bounds]
     assert open_above == ["verl", "transformers", "torch"]
     assert all(re.search(rf'tested = \[.*"{name}<', text) for name in open_above)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_can_be_read_and_runs_scripts_that_are_there(path: Path) -> None:
+def test_workflows_can_be_read_and_run_existing_scripts(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert {"name", "jobs", True} <= workflow.keys()  # YAML reads "on" as a boolean
     for script in re.findall(r"scripts/[\w/]+\.(?:sh|py)", path.read_text()):
         assert (ROOT / script).is_file(), script
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     piped = any(re.search(r"(?<!\|)\|(?!\|)", step.get("run", "")) for step in steps)
-    # GitHub's own shell, bash -e, goes on where what is in front of a pipe fails; a shell that is named does not.
+    # GitHub's default shell, bash -e, ignores failures before a pipe; a named shell does not.
     assert not piped or workflow["defaults"]["run"]["shell"] == "bash"
