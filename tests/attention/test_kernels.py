@@ -94,7 +94,7 @@ def test_flash_attn_4_takes_fewer_widths_on_blackwell(width: int, windows: int, 
 
 @pytest.mark.parametrize(("dims", "unfit"), [((256, 256), 0), ((264, 128), 264), ((128, 100), 0), ((100, 96), 100)])
 def test_the_wider_of_keys_and_values_must_fit(dims: tuple[int, int], unfit: int) -> None:
-    unmet = f"takes heads of up to 256 numbers in steps of 8, the model's have {unfit}" if unfit else ""
+    unmet = f"takes head dims up to 256 in steps of 8, the model has {unfit}" if unfit else ""
     needs = kernels.AttentionNeeds(head_dims=frozenset({dims}))
     assert kernels.KERNELS["flash_attn_2"].unmet(needs) == unmet
     assert kernels.setting_obstacle("auto", "cpu", needs) == ""

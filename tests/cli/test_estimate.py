@@ -143,7 +143,7 @@ def test_rollouts_share_equal_text(estimate: Estimate, tmp_path: Path) -> None:
             ("--rollouts {folder}", dump, "3.jsonl: no lines with input and output")
             for dump in ("", "[]\n", '{"uid": "x', "\n{}\n", '{"input": 1, "output": "c"}')
         ),
-        ("--rollouts {folder}", '{"input": "", "output": "c"}', "it needs prompts of at least one token"),
+        ("--rollouts {folder}", '{"input": "", "output": "c"}', "prompts need at least one token"),
     ],
 )
 def test_missing_inputs_are_named(estimate: Estimate, tmp_path: Path, arguments: str, dump: str, message: str) -> None:

@@ -87,7 +87,7 @@ def test_fsdp1_needs_a_torch_that_compiles_flat_parameters(setting, monkeypatch)
     assert compiler_obstacle("cpu", flat_parameters=True) == ""
     assert [*compiler(fsdp1)] == []
     monkeypatch.setattr(under_test, "WHOLE", "_no_such_flag")
-    assert "does not ask _no_such_flag of the layers of FSDP1" in compiler_obstacle("cpu", flat_parameters=True)
+    assert "does not read _no_such_flag of FSDP1 layers" in compiler_obstacle("cpu", flat_parameters=True)
     if setting == "auto":
         compiles, why = layer_compilation(fsdp1)
         assert not compiles

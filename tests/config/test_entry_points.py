@@ -146,7 +146,7 @@ def test_non_booleans_other_engines_and_validation_inside_ray_are_refused(runnab
         given = override.replace("prefix_grouper.prefix_cache", PREFIX_CACHE)
         with pytest.raises(ConfigError, match=override):
             engage(compose_stock(*runnable_overrides, FLAG, given))
-    with pytest.raises(ConfigError, match="which only model_engine=dp brings along"):
+    with pytest.raises(ConfigError, match="which only model_engine=dp sets"):
         engage(compose_stock(*runnable_overrides, FLAG, "model_engine=torchtitan", f"{ACTOR}.strategy=fsdp2"))
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):

@@ -112,7 +112,7 @@ def test_untested_versions_are_one_log_line(config_of, monkeypatch, caplog) -> N
 def test_inherited_settings_and_uneven_mini_batches_are_refused(config_of) -> None:
     engines = " ".join(f"{role}.fsdp_config.pad_to_length=False" for role in (ACTOR, REF))  # the actor's key wins
     issues = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True {engines}"))
-    assert any("follows from the longest one" in issue.why for issue in issues)
+    assert any("padded to the longest group" in issue.why for issue in issues)
     n = "actor_rollout_ref.rollout.n"
     (issue,) = errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"))
     assert issue.why == f"12 prompts x {n}=5 sequences do not divide into 8 data-parallel ranks"

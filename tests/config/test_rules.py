@@ -29,7 +29,7 @@ KEY_HEADS = f"{MODEL}.override_config.linear_num_key_heads"
 
 REFUSED: list[tuple[Mode, str, str, str, str]] = [
     # mode, overrides, setting (the last override if empty), part of the cause, part of the fix
-    (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "for weights alone", f"{QAT}.mode=w4a16, or {STOCK}"),
+    (PACKED, f"{QAT}.enable=True {QAT}.mode=w4a4", "", "only weights-only", f"{QAT}.mode=w4a16, or {STOCK}"),
     (PADDED, f"{QAT}.enable=True", "", "in padded groups", f"{QAT}.enable=False"),
     (PACKED, f"{MODEL}.lora_rank=8 {COMPILED}", "", "each LoRA adapter as an FSDP unit", "=False"),
     (PADDED, COMPILED, "", "padded groups", "=False"),
@@ -92,7 +92,7 @@ def test_engine_errors_are_one_line_of_setting_cause_and_fix(config_of) -> None:
     key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
     config = config_of(f"{key}=2", PADDED)
     check_engine(*engine_configs(config, ACTOR))
-    said = rf"{key}=2: sequence parallelism would cut padded groups.* \(fix: .*; or set .*in verl's SFT trainer"
+    said = rf"{key}=2: sequence parallelism would cut padded groups. Fix: .*; or set .*in verl's SFT trainer"
     with pytest.raises(ValueError, match=said):
         check_engine(*engine_configs(config, REF))
 

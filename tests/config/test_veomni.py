@@ -72,7 +72,7 @@ def test_critics_other_ulysses_sizes_and_missing_groups_are_refused(veomni_confi
     assert fixes["critic.strategy=veomni"] == "model_engine=dp"
     assert fixes.keys() >= {*both}
     one = f"{MODEL}.path={{models}}/qwen3_moe", f"++{MODEL}.override_config.num_experts_per_tok=1"
-    assert "zeros say that" in errors(veomni_config(*one, f"{KEY}.router_replay.mode=R2"))[0].why
+    assert "zeros mark tokens without experts" in errors(veomni_config(*one, f"{KEY}.router_replay.mode=R2"))[0].why
     (issue,) = errors(veomni_config("trainer.n_gpus_per_node=2", f"{REF}.veomni.ulysses_parallel_size=2"))
     assert "uses the size of a process's first engine" in issue.why
     assert issue.setting == f"{REF}.veomni.ulysses_parallel_size=2"

@@ -46,7 +46,7 @@ def test_a_mixer_of_twenty_lines_is_exact(toy: str, options: dict) -> None:
 
 @pytest.mark.usefixtures("with_convolutions")
 def test_missing_ulysses_support_and_skipped_layers_are_errors(toy: str, monkeypatch) -> None:
-    with pytest.raises(ValueError, match=r"convolution layers of lfm2: tokens .* over ranks .*_parallel_size=1"):
+    with pytest.raises(ValueError, match=r"convolution layers of lfm2: they cannot run with Ulysses.*_parallel_size=1"):
         support.make_engine(toy, engine={"ulysses_sequence_parallel_size": 2})
     monkeypatch.setitem(MIXERS, CONVOLUTION.name, replace(CONVOLUTION, install=lambda module: None))
     with pytest.raises(RuntimeError, match=f"convolution over shared prefixes ran in 0 of 1 layers.*{SHARING_OFF}"):
