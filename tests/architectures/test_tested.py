@@ -48,7 +48,9 @@ def test_untested_parts_are_named() -> None:
         return untested_part(text_skeleton(tiny_config(model_type, **switches)))
 
     assert why("gpt_neox", use_parallel_residual=False) == "no test runs gpt_neox with use_parallel_residual=False"
-    assert why("gemma4_text", num_kv_shared_layers=1) == "no test runs gemma4_text with num_kv_shared_layers=1"
+    gemma = text_skeleton(tiny_config("gemma3n_text"))
+    gemma.config.num_kv_shared_layers = 1
+    assert untested_part(gemma) == "no test runs gemma3n_text with num_kv_shared_layers=1"
     assert why("stablelm") == "no test runs models of type stablelm"
     with patch.object(Qwen3MLP, "forward", lambda self, x: x):
         part = "model.layers.0.mlp of Qwen3ForCausalLM is a Qwen3MLP, whose code in tests.architectures.test_tested"
