@@ -49,7 +49,7 @@ def test_a_head_that_is_not_the_last_product_stays_whole_with_a_warning(caplog: 
     adapted = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Sequential(torch.nn.Linear(2, 3)))
     for model, why in (
         (adapted, "the head is a torch.nn.modules.container.Sequential"),
-        (text_skeleton(tiny_config("gemma2")), "Gemma2ForCausalLM changes what its head puts out"),
+        (text_skeleton(tiny_config("gemma2")), "Gemma2ForCausalLM changes the output of its head"),
     ):
         assert install_head(model, SimpleNamespace(use_fused_kernels=False), 4) is None
         assert why in caplog.text

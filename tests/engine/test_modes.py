@@ -41,7 +41,7 @@ def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj"])
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
     lora = {"lora_rank": 4, "lora_adapter_path": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"adapter_config.json says lora_dropout=0\.1, .*use_prefix_grouper=False"):
+    with pytest.raises(ValueError, match=r"adapter_config.json has lora_dropout=0\.1, .*use_prefix_grouper=False"):
         make_engine(qwen3, model=lora)
 
 
@@ -74,8 +74,8 @@ def test_a_model_whose_config_has_no_number_of_layers_is_refused() -> None:
     ("model_class", "said"),
     [
         (OwnTableForCausalLM, "own_of_tests: its class looks attention up in its own table. Fix: let it call "),
-        (NoKeywordsForCausalLM, "NoKeywordsForCausalLM: NoKeywordsForCausalLM.forward takes no other keywords"),
-        (NoKeywordsInDecoderForCausalLM, "NoKeywordsInDecoderForCausalLM: OwnDecoder.forward takes no other keywords"),
+        (NoKeywordsForCausalLM, "NoKeywordsForCausalLM: NoKeywordsForCausalLM.forward takes no **kwargs"),
+        (NoKeywordsInDecoderForCausalLM, "NoKeywordsInDecoderForCausalLM: OwnDecoder.forward takes no **kwargs"),
     ],
 )
 def test_a_class_that_cannot_receive_the_layout_is_refused(model_class, said, tmp_path: Path) -> None:

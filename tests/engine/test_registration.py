@@ -147,7 +147,7 @@ def test_a_broken_plugin_is_an_error_only_if_a_config_selects_the_mode(ended: di
     assert ended["broken"].returncode != 0
     assert "import of verl_pg_plugin.engine.engine halted" in ended["broken"].stderr
     assert ended["broken hooks, the flag set"].returncode == 2
-    assert "use_prefix_grouper=true, but engines are not registered (" in ended["broken hooks, the flag set"].stderr
+    assert "use_prefix_grouper=true: engines are not registered (" in ended["broken hooks, the flag set"].stderr
 
 
 def test_the_mode_is_refused_if_verl_would_build_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
