@@ -80,6 +80,9 @@ def force_add(override: str) -> str:
     return re.sub(rf"^\+*(?={OPTIONS}\.)", "++", override)
 
 
+_RENAMED = {"carry": "prefix_cache"}
+
+
 def option_issues(options: Mapping[str, Any], section: str = f"++{OPTIONS}") -> Iterator[Issue]:
     """Yield an issue for each unknown option and each invalid value of a section's options, values by name."""
     for name, value in options.items():
@@ -88,7 +91,7 @@ def option_issues(options: Mapping[str, Any], section: str = f"++{OPTIONS}") -> 
             if fault := _fault(name, value):
                 yield Issue(setting, fault[0], f"{section}.{name}={fault[1]}")
         elif name != "_target_":
-            close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+            close = [_RENAMED[name]] if name in _RENAMED else difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"no such option; the options are {', '.join(OPTION_NAMES)}"
             fix = f"did you mean {section}.{close[0]}={value}?" if close else "remove it"
             yield Issue(setting, why, fix)
