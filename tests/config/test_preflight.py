@@ -133,6 +133,8 @@ def test_sequences_of_a_mini_batch_that_do_not_divide_into_ranks_are_refused(con
     n = "actor_rollout_ref.rollout.n"
     (issue,) = errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"))
     assert issue.why == f"12 prompts x {n}=5 sequences do not divide into 8 data-parallel ranks"
+    uneven = f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"
+    assert errors(config_of(f"{uneven} trainer.val_only=True")) == [], "nothing is updated"
     assert issue.fix == f"{MINI}=16"
     assert not errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {issue.fix} data.train_batch_size=48"))
 
