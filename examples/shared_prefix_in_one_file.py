@@ -189,7 +189,7 @@ def log_probs_alone(model: Decoder, samples: Sequence[Sample]) -> list[Tensor]:
     """(R,) log-probs of each response, from a forward of each sequence alone: the reference."""
     log_probs = []
     for sample in samples:
-        token_L, label_L = torch.tensor(sample.tokens[:-1]), torch.tensor(sample.tokens[1:])
+        token_L, label_L = torch.tensor((sample.tokens[:-1], sample.tokens[1:]), dtype=torch.long)
         causal_LL = torch.ones(len(token_L), len(token_L), dtype=torch.bool).tril()
         hidden_LC = model(token_L, torch.arange(len(token_L)), partial(masked_attention, mask_QK=causal_LL))
         response = slice(len(sample.prompt) - 1, None)

@@ -52,6 +52,14 @@ def test_untested_parts_are_named() -> None:
     gemma.config.num_kv_shared_layers = 1
     assert untested_part(gemma) == "no test runs gemma3n_text with num_kv_shared_layers=1"
     assert why("stablelm") == "no test runs models of type stablelm"
+    own_config = text_skeleton(tiny_config("qwen3"))
+
+    class OwnConfig(type(own_config.config)):  # type: ignore[misc]
+        def __init__(self, size: int) -> None:
+            super().__init__(hidden_size=size)
+
+    own_config.config = OwnConfig(64)
+    assert untested_part(own_config).startswith("no test runs the config class OwnConfig of tests.")
     with patch.object(Qwen3MLP, "forward", lambda self, x: x):
         part = "model.layers.0.mlp of Qwen3ForCausalLM is a Qwen3MLP, whose code in tests.architectures.test_tested"
         assert why("qwen3").startswith(part)

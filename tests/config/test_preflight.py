@@ -114,7 +114,9 @@ def test_inherited_settings_and_uneven_mini_batches_are_refused(config_of) -> No
     issues = errors(config_of(f"{MODEL}.use_remove_padding=False {ACTOR}.pad_to_length=True {engines}"))
     assert any("padded to the longest group" in issue.why for issue in issues)
     n = "actor_rollout_ref.rollout.n"
-    (issue,) = errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"))
+    uneven = f"trainer.n_gpus_per_node=8 {n}=5 {MINI}=12 data.train_batch_size=48"
+    assert errors(config_of(f"{uneven} trainer.val_only=True")) == [], "nothing is updated"
+    (issue,) = errors(config_of(uneven))
     assert issue.why == f"12 prompts x {n}=5 sequences do not divide into 8 data-parallel ranks"
     assert issue.fix == f"{MINI}=16"
     assert not errors(config_of(f"trainer.n_gpus_per_node=8 {n}=5 {issue.fix} data.train_batch_size=48"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import shared_prefix_in_one_file as core
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.attention.dense import Outcome, assert_equal, cut, packed_outcome, random_tensors
@@ -88,6 +88,7 @@ def test_the_op_attends_as_the_file_does(batch: Batch, cuts: tuple[float, float]
 
 
 @given(ANY_BATCH, st.integers(0, 999))
+@example(batch_of(([1], []), ([1, 2], [3])), 0)
 @settings(max_examples=15)
 def test_log_probs_and_gradients_of_the_op_and_of_the_file_are_those_of_each_sequence_alone(batch, seed) -> None:
     torch.manual_seed(seed)

@@ -149,7 +149,8 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
         step = ranks // math.gcd(ranks, n)
         more = -(-max(prompts, ranks) // step) * step
         fix = f"{mini}={more}" + f" data.train_batch_size={more}" * (0 < batch < more)
-        if prompts * n % ranks:  # verl's workers would fail after the first rollouts
+        # verl's workers would fail at the first update.
+        if prompts * n % ranks and not OmegaConf.select(config, "trainer.val_only"):
             why = f"{prompts} prompts x {ROLLOUT}.n={n} sequences do not divide into {ranks} data-parallel ranks"
             yield Issue(f"{mini}={prompts}", why, fix)
         elif prompts < ranks:
