@@ -28,7 +28,8 @@ from rich.text import Text
 
 DATA = Path(__file__).parents[1] / "docs" / "data"
 IMAGES = DATA.with_name("images")
-ABOUT = "Qwen3-4B config, verl 0.9.1"
+RUNS = "verl 0.9.1, November 2026"
+ABOUT = f"Qwen3-4B config, {RUNS}"
 
 
 def rows_of(name: str, **wanted: str) -> list[dict[str, str]]:
@@ -105,7 +106,7 @@ def several_gpus() -> plt.Figure:
         "8B, four GPUs, 2 prompts each: ": {"model": "qwen3-8b", "num_gpus": "4"},
         "30B-A3B, four GPUs, 2 prompts each: ": {"model": "qwen3-30b-a3b", "num_gpus": "4"},
     }
-    label = "seconds of a step, prompt 8192, response 1024, n 8\nQwen3 configs, verl 0.9.1, H200s of one host, fsdp2"
+    label = f"seconds of a step, prompt 8192, response 1024, n 8\nQwen3 configs, {RUNS}, H200s of one host"
     return steps_by_phase(9, cases, label)
 
 
@@ -130,7 +131,7 @@ def models() -> plt.Figure:
     axes.plot(flops, range(len(flops)), "|", color="black", markersize=20, markeredgewidth=2, label="FLOP ratio")
     axes.set_xlim(0, 1.15 * max(gains))
     axes.set_xlabel(
-        "update, packed over stock verl: prompt 8192, response 1024, n 8\nif not noted; verl 0.9.1, one H200, fsdp2"
+        f"update, packed over stock verl: prompt 8192, response 1024, n 8\nif not noted; {RUNS}, one H200, fsdp2"
     )
     figure.legend(loc="outside lower center", frameon=False)
     return figure
@@ -158,7 +159,7 @@ def where_it_comes_from() -> plt.Figure:
             axes.texts[2 * at + 1].set_x(before)
         axes.texts[-3].set_weight("bold")
         axes.set_xlim(0, 1.3 * seconds[0])
-    axes.set_xlabel(f"seconds of an update: {ABOUT}, one H200")
+    axes.set_xlabel(f"seconds of an update\n{ABOUT}, one H200")
     return axes.figure
 
 
@@ -172,7 +173,7 @@ def reward_over_time() -> plt.Figure:
             rewards = np.convolve([float(step["reward"]) for step in steps], np.full(5, 0.2), "valid")
             label = "stock verl" if mode == "rmpad" else mode
             axes.plot(seconds[4:], rewards, color=color, linewidth=2, label=label if seed == "1" else None)
-    axes.set_xlabel("seconds of training: tiny Qwen3, two CPU cores, 40 steps, verl 0.9.1")
+    axes.set_xlabel(f"seconds of training: tiny Qwen3, two CPU cores, {RUNS}")
     axes.set_ylabel("reward, mean of 5 steps")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -193,7 +194,7 @@ def memory() -> plt.Figure:
         axes.barh(1, hosts[1], 0.5, peaks[1], color=HOST, hatch="//", edgecolor="white")
         axes.texts[-1].set_x(sum(peaks[1:] + hosts))
         axes.set_xlim(0, 130)
-    axes.set_xlabel("GiB at the peak of an update, hatched on the host:\nQwen3 configs, verl 0.9.1, one H200")
+    axes.set_xlabel(f"GiB at the peak of an update, hatched on the host\nQwen3 configs, {RUNS}, one H200")
     return axes.figure
 
 
@@ -237,7 +238,7 @@ def learning_gpu() -> plt.Figure:
         axes.set_title(title, loc="left", weight="bold")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False)
-    panels[-1].set_xlabel("training step: tiny Qwen3, one H200, vLLM, verl 0.9.1")
+    panels[-1].set_xlabel(f"training step: tiny Qwen3, one H200, vLLM, {RUNS}")
     return figure
 
 

@@ -26,8 +26,9 @@ Most runs need none of these options. Add `++prefix_grouper.NAME=VALUE` to the c
 `python -m verl_pg_plugin.main_ppo` has the section `prefix_grouper`, so `++` is not needed there. A wrong value is
 refused before Ray starts.
 
-The guides say when to change one: [memory and speed](memory-and-speed.md), [rollouts](rollouts.md), [verify](verify.md).
-Terms are in the [glossary](glossary.md). `scripts/upkeep/make_options_page.py` writes this page from `config/options.py`.
+The guides say when to change one: [memory and speed](memory-and-speed.md), [rollouts](rollouts.md) and
+[verify](verify.md). The [glossary](glossary.md) has the terms. `scripts/upkeep/make_options_page.py` writes this page
+from `config/options.py`.
 
 | option | default | takes | what it does |
 |---|---|---|---|
