@@ -75,19 +75,26 @@ def test_counts_of_lengths_match_the_packed_layout(estimate: Estimate, model: st
 
 
 def test_nearest_measured_update_is_in_the_data(estimate: Estimate) -> None:
-    measured = set()
+    measured, stock = {}, {}
     for row in csv.DictReader(UPDATES.open()):
-        if row["path"] == "packed" and row["phase"] == "update_actor" and row["device"] == "NVIDIA H200":
+        if row["phase"] == "update_actor" and row["device"] == "NVIDIA H200":
             kind, _, _ = row["case"].rpartition(":")
-            numbers = row["case"].removeprefix(f"{kind}:").split(",")
-            shape = "prompt {}, response {}, n {}".format(*numbers)
-            name = f"Q{row['model'][1:].replace('b', 'B')}, {f'agents of {numbers[3]} turns' if kind else shape}"
-            ratio = float(row["total_tokens"]) / float(row["computed_tokens"])
-            measured.add((name, round(ratio, 2), round(float(row["speedup"]), 2)))
-    assert {(name, *figures) for name, figures in MEASURED.items()} <= measured
-    near, lengths = "measured, not predicted: Qwen3-4B, prompt", "--prompt 8000 --response 1000"
-    assert f"{near} 8192, response 1024, n 8: dedup ratio 4.50, update 5.48x as fast" in estimate(lengths)
-    assert f"{near} 4096, response 1024, n 1: dedup ratio 1.00" in estimate(f"{LENGTHS} --n 1")
+            *numbers, prompts = row["case"].removeprefix(f"{kind}:").split(",")
+            shape = f"{numbers[-1]} agents of {numbers[-2]} turns"
+            if not kind:
+                shape = "{} prompt{} of {}, response {}, n {}".format(prompts, "s" * (prompts != "1"), *numbers)
+            name = f"Q{row['model'][1:].replace('b', 'B')}, {shape}"
+            if row["path"] == "rmpad":
+                stock[row["run"], name] = round(float(row["seconds_median"]), 2)
+            elif row["path"] == "packed":
+                ratio = float(row["total_tokens"]) / float(row["computed_tokens"])
+                measured[row["run"], name] = round(ratio, 2), round(float(row["seconds_median"]), 2)
+    of_runs = {(name, ratio, stock.get((run, name)), seconds) for (run, name), (ratio, seconds) in measured.items()}
+    assert {(name, *figures) for name, figures in MEASURED.items()} <= of_runs
+    near, lengths = "measured, not predicted: Qwen3-4B,", "--prompt 8000 --response 1000"
+    seconds = "an update on one H200 takes 1.61 s, and 8.85 s in stock verl with rmpad"
+    assert f"{near} 1 prompt of 8192, response 1024, n 8: dedup ratio 4.50, {seconds}\n" in estimate(lengths)
+    assert f"{near} 4 prompts of 4096, response 1024, n 1: dedup ratio 1.00" in estimate(f"{LENGTHS} --n 1")
 
 
 def test_data_sets_use_the_chat_template_and_share_its_preamble(estimate: Estimate, tmp_path: Path) -> None:

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from verl_pg_plugin.cli import CommandError
+from verl_pg_plugin.cli import CommandError, count
 from verl_pg_plugin.layout import IntArray, PrefixOrder, build_prefix_order
 
-MAX_TOKENS, MAX_SEQUENCES = 10**9, 10**6  # pairs of tokens fit int64, and arrays of sequences fit in memory
+MAX_SEQUENCES = 10**6  # arrays of sequences fit in memory
 UNKNOWN = 2**31  # token ids from here on are in no vocabulary
 MEASURED = {
-    "Qwen3-4B, prompt 4096, response 1024, n 1": (1.00, 1.52),
-    "Qwen3-4B, prompt 300, response 4096, n 8": (1.06, 1.51),
-    "Qwen3-4B, prompt 2048, response 3072, n 8": (1.54, 2.01),
-    "Qwen3-8B, prompt 16384, response 4096, n 16": (4.00, 4.19),
-    "Qwen3-4B, prompt 8192, response 1024, n 8": (4.50, 5.48),
-    "Qwen3-4B, prompt 32768, response 1024, n 8": (6.60, 7.86),
-    "Qwen3-4B, agents of 10 turns": (9.88, 11.52),
+    "Qwen3-4B, 4 prompts of 4096, response 1024, n 1": (1.00, 2.14, 1.40),
+    "Qwen3-4B, 1 prompt of 300, response 4096, n 8": (1.06, 3.65, 2.42),
+    "Qwen3-4B, 2 prompts of 2048, response 3072, n 8": (1.54, 8.54, 4.25),
+    "Qwen3-8B, 1 prompt of 16384, response 4096, n 16": (4.00, 67.60, 16.14),
+    "Qwen3-4B, 1 prompt of 8192, response 1024, n 8": (4.50, 8.85, 1.61),
+    "Qwen3-4B, 1 prompt of 32768, response 1024, n 8": (6.60, 56.61, 7.20),
+    "Qwen3-4B, 8 agents of 10 turns": (9.88, 8.50, 0.74),
 }
-"""Dedup ratio and speed-up of updates on one H200 (docs/data/updates.csv)."""
+"""Updates on one H200 (docs/data/updates.csv): dedup ratio, seconds of stock verl with rmpad, and of packed mode."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,20 +30,14 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("estimate", help=about, description=f"Count {about}. Nothing is run.")
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder or hub id; weights are not read")
-    add("--prompt", type=_count, help="tokens per prompt")
-    add("--response", type=_count, help="tokens per response (mean)")
-    add("--n", type=_count, default=8, help="responses per prompt (8)")
+    add("--prompt", type=count, help="tokens per prompt")
+    add("--response", type=count, help="tokens per response (mean)")
+    add("--n", type=count, default=8, help="responses per prompt (8)")
     add("--data", type=Path, help="instead of --prompt: parquet file of prompts as verl reads it")
     add("--prompt-key", default="prompt", help="column of the messages (prompt)")
     add("--rollouts", type=Path, help="instead of lengths: trainer.rollout_data_dir of a run; the last step is read")
-    add("--groups", type=_count, default=8, help="prompts read from --data or --rollouts (the first 8)")
+    add("--groups", type=count, default=8, help="prompts read from --data or --rollouts (the first 8)")
     parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    if not (text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= MAX_TOKENS):
-        raise argparse.ArgumentTypeError(f"{text} is not an integer from 1 to {MAX_TOKENS:,}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,13 +56,14 @@ def run(args: argparse.Namespace) -> None:
     else:
         order, prompts = (read_data if args.data else read_rollouts)(args, load(AutoTokenizer, args.model))
     total, computed = int(order.num_tokens.sum()) + len(prompts), int(order.num_new.sum())
-    nearest, (ratio, speedup) = min(MEASURED.items(), key=lambda row: abs(np.log(row[1][0] * computed / total)))
+    nearest, (ratio, stock, packed) = min(MEASURED.items(), key=lambda row: abs(np.log(row[1][0] * computed / total)))
     for issue in architecture_issues(config, trust_remote_code=False):
         sys.stdout.write(f"packed mode refuses the model: {issue.why}. Fix: {issue.fix or 'another --model'}\n")
     sys.stdout.write(
         f"tokens: {total:,} in total, {computed:,} computed, dedup ratio {total / computed:.2f}\n"
         f"{count_flops(config, order, prompts)}\n"
-        f"measured, not predicted: {nearest}: dedup ratio {ratio:.2f}, update {speedup:.2f}x as fast on one H200\n"
+        f"measured, not predicted: {nearest}: dedup ratio {ratio:.2f}, an update on one H200 takes {packed:.2f} s, and "
+        f"{stock:.2f} s in stock verl with rmpad\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Assign the sequences of a batch to ranks and mini-batches, for V1 and V0, and log how many tokens sharing saved."""
+"""Assign the sequences of a batch to ranks and mini-batches, for V1 and V0, and log the dedup ratio."""
 
 import logging
 import re
@@ -93,7 +93,7 @@ def actor_flops(config: DictConfig) -> Any:
 
 
 def updated(trainer: Any, metrics: dict[str, Any]) -> None:
-    """Log the tokens that sharing saved in an update, and after the last step in all steps of this process.
+    """Log the dedup ratio of an update, and after the last step in all steps of this process.
 
     ``metrics`` of an update are numbers, or one for each rank or mini-batch. V1's contain the balance's metrics too, to
     which the ratio of estimated to computed tokens is added.
@@ -113,11 +113,11 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
         metrics["prefix_grouper/balance/estimated_over_computed_tokens"] = ratio
     tokens = np.array([np.mean(metrics[total]), np.mean(metrics[computed])])
     step, last = getattr(trainer, "global_steps", 0), getattr(trainer, "total_training_steps", None)
-    logger.info("step %d/%s: %s", step, last or "?", _savings(*tokens))
+    logger.info("step %d/%s: %s", step, last or "?", _dedup_ratio(*tokens))
     trainer._pg_tokens = getattr(trainer, "_pg_tokens", 0) + tokens
     if last and step >= last:
-        logger.info("shared prefixes, mean over the run: %s", _savings(*trainer._pg_tokens))
+        logger.info("shared prefixes, mean over the run: %s", _dedup_ratio(*trainer._pg_tokens))
 
 
-def _savings(total: float, computed: float) -> str:
-    return f"{1 - computed / total:.1%} of tokens not computed, dedup ratio {total / computed:.2f}"
+def _dedup_ratio(total: float, computed: float) -> str:
+    return f"dedup ratio {total / computed:.2f} (tokens of all sequences over computed tokens, updates of the actor)"
