@@ -133,7 +133,29 @@ def test_rollouts_share_equal_text(estimate: Estimate, tmp_path: Path) -> None:
     # Later turns share earlier responses.
     turns = [{"input": "a", "output": "b c", "uid": "x_0_0"}, {"input": "a b c d", "output": "d", "uid": "x_0_1"}]
     (tmp_path / "11.jsonl").write_text("\n".join(map(json.dumps, turns)))
-    assert tokens_of(estimate(f"--rollouts {tmp_path}")) == (3 + 5, 4)
+    out = estimate(f"--rollouts {tmp_path}")
+    assert tokens_of(out) == (3 + 5, 4)
+    assert "session" not in out
+
+
+def test_rollouts_name_sessions_that_break_and_the_ratio_without(estimate: Estimate, tmp_path: Path) -> None:
+    reply, query = "a b c d d c b a", "c c"
+    turns = [
+        {"input": "a", "output": f"c d {reply}", "uid": "x_0_0"},
+        {"input": f"a {reply} {query}", "output": "d", "uid": "x_0_1"},  # without the first two tokens of the reply
+        {"input": "a", "output": "b", "uid": "x_1_0"},
+    ]
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    out = estimate(f"--rollouts {tmp_path}")
+    total, computed = 11 + 12 + 2, 10 + 11 + 1  # all differ in the second token
+    assert tokens_of(out) == (total, computed)
+    assert out.splitlines()[1:5] == [
+        "1 of 2 sessions have a turn that does not begin with an earlier turn:"
+        f" dedup ratio {total / computed:.2f}, without breaks {total / (computed - 8):.2f}",
+        f"session x_0: dedup ratio {23 / 21:.2f}, without breaks {23 / 13:.2f}",
+        "  turn 1 differs at token 1 and loses 8 tokens: older tokens left out, truncation",
+        "    after 'a' turn 0 has 'c' 'd a b c d d c b a', turn 1 has 'a' 'b c d d c b a c c'",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 
 from verl_pg_plugin.cli import CommandError, count
 from verl_pg_plugin.layout import IntArray, PrefixOrder, build_prefix_order
+from verl_pg_plugin.planning.prefix_breaks import Turn, report, tokenize
 
 MAX_SEQUENCES = 10**6  # arrays of sequences fit in memory
 UNKNOWN = 2**31  # token ids from here on are in no vocabulary
@@ -96,7 +97,7 @@ def read_data(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, In
     try:
         chats = pq.read_table(args.data, columns=[args.prompt_key])[0][: args.groups].to_pylist()
         texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
-        order, lengths = _sorted(tokenizer, [(text, "") for text in texts])
+        order, lengths = _sorted([tokenize([(text, "")], tokenizer)[0] for text in texts])
     except Exception as error:  # from pyarrow or the checkpoint's chat template
         why = f"--data={args.data} --prompt-key={args.prompt_key}: {type(error).__name__}: {error}"
         raise CommandError(f"{why}. Fix: a parquet file, and its column of messages") from error
@@ -107,30 +108,32 @@ def read_data(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, In
 def read_rollouts(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, IntArray]:
     """Read the first groups of the last step that verl dumped, as text without special tokens."""
     file = max(args.rollouts.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem), default=args.rollouts)
-    groups: dict[str, list[tuple[str, str]]] = {}
+    groups: dict[str, dict[str, list[tuple[str, str]]]] = {}
     try:
         for line in filter(None, file.read_text("utf-8", "replace").split("\n")):  # not splitlines: Unicode
             record = json.loads(line)
-            # Sequences of a prompt share their uid except its suffix ``_session_output``; V0 dumps no uid.
-            uid = str(record["uid"]).rsplit("_", 2)[0] if "uid" in record else record["input"]
-            groups.setdefault(uid, []).append((record["input"], record["output"]))
-        texts = [pair for group in list(groups.values())[: args.groups] for pair in group]
-        order, prompts = _sorted(tokenizer, texts)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+            # Turns share their uid except its suffix ``_turn``, a prompt's sessions also ``_session``; V0 dumps no uid.
+            session = str(record["uid"]).rsplit("_", 1)[0] if "uid" in record else line
+            uid = session.rsplit("_", 1)[0] if "uid" in record else record["input"]
+            groups.setdefault(uid, {}).setdefault(session, []).append((record["input"], record["output"]))
+        read = dict(item for group in list(groups.values())[: args.groups] for item in group.items())
+        sessions = {name: tokenize(texts, tokenizer) for name, texts in read.items()}
+        order, prompts = _sorted([turn for turns in sessions.values() for turn in turns])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "the folder that a run named as trainer.rollout_data_dir, after it has written a step"
         raise CommandError(f"--rollouts={file}: no lines with input and output ({error}). Fix: {fix}") from error
-    sys.stdout.write(f"{len(texts)} sequences of {file.name}, as text without special tokens\n")
+    sys.stdout.write(f"{len(prompts)} sequences of {file.name}, as text without special tokens\n")
+    sys.stdout.write(report(sessions, tokenizer.decode, most=3))
     return order, prompts
 
 
-def _sorted(tokenizer: Any, texts: list[tuple[str, str]]) -> tuple[PrefixOrder, IntArray]:
+def _sorted(turns: list[Turn]) -> tuple[PrefixOrder, IntArray]:
     """Return the prefix order of B tokenized sequences, and their prompt lengths (B,) in that order."""
-    pairs = [[tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair] for pair in texts]
-    if not (pairs and all(prompt for prompt, _ in pairs)):
+    if not (turns and all(turn.prompt for turn in turns)):
         raise ValueError("prompts need at least one token")
-    tokens = [np.array(prompt + (response or [UNKNOWN + row])) for row, (prompt, response) in enumerate(pairs)]
+    tokens = [np.append(ids, UNKNOWN + row) if len(ids) == n else ids for row, (ids, n) in enumerate(turns)]
     order = build_prefix_order(np.concatenate(tokens), np.cumsum([0, *map(len, tokens)]))
-    return order, np.array([len(pairs[row][0]) for row in order.sequences])
+    return order, np.array([turns[row].prompt for row in order.sequences])
 
 
 def _with_responses(prompts: IntArray, shared: IntArray, args: argparse.Namespace) -> tuple[PrefixOrder, IntArray]:

@@ -13,6 +13,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
+from verl_pg_plugin.planning.prefix_breaks import Turn, count_tokens, report
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # verl's default level is WARNING
@@ -62,6 +63,8 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
     metrics["prefix_grouper/balance/cut_groups"] = balance.num_cut_groups
     metrics[ESTIMATED_TOKENS] = balance.num_tokens / num_mini_batches
     metrics.update(rollout_metrics(trainer))
+    if is_v1 and len({*zip(uids, sessions.tolist(), strict=True)}) < len(uids):
+        metrics["prefix_grouper/lost_to_broken_prefixes"] = _lost_to_broken_prefixes(trainer, batch)
     batch.reorder(balance.order.tolist() if is_v1 else torch.from_numpy(balance.order))
 
 
@@ -77,6 +80,24 @@ def rollout_metrics(trainer: Any) -> dict[str, float]:
     routers = (getattr(manager, "global_load_balancer", None) for manager in managers if manager is not None)
     router: Any = next(routers, None)
     return dict(ray.get(router.take_metrics.remote())) if hasattr(router, "take_metrics") else {}
+
+
+def _lost_to_broken_prefixes(trainer: Any, batch: Any) -> float:
+    """Return the fraction of computed tokens that breaks cost in V1's first sessions; log the worst break once."""
+    import transfer_queue  # not installed in all runs on V0
+
+    tags = {key: tag for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")}
+    keys = sorted(tags, key=_split_key)
+    keys = keys[: np.searchsorted(np.cumsum([tags[key]["seq_len"] for key in keys]), 2**20) + 1]  # about two seconds
+    fields = transfer_queue.kv_batch_get(keys, batch.partition_id, select_fields=["prompts", "responses"])
+    sessions: dict[str, list[Turn]] = {}
+    for key, *parts in zip(keys, fields["prompts"].unbind(), fields["responses"].unbind(), strict=True):
+        sessions.setdefault("{}_{}".format(*_split_key(key)), []).append(Turn(torch.cat(parts).numpy(), len(parts[0])))
+    computed, lost = count_tokens(sessions.values())
+    if lost and not hasattr(trainer, "_pg_described_breaks"):
+        trainer._pg_described_breaks = True
+        logger.warning("%s", report(sessions, trainer.tokenizer.decode, most=1))
+    return lost / max(computed, 1)
 
 
 def actor_flops(config: DictConfig) -> Any:
