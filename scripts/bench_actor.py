@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 1 scripts/bench_actor.py --model qwen3-4b --cases 4096,1024,4,1 8192,1024,8,1
 
 Engines have random weights, and every path gets the same batch. A case is P,R,n,groups: prompt tokens, response tokens,
-responses per prompt, prompts per rank. R may be ``ln:MEAN`` (log-normal); n may be ``4-16`` (uniform) or ``2/16``
-(alternating); P may be ``512+4x1024``, 512 text tokens and four images of 1,024. ``agent:P,REPLY,TOOL,TURNS,n,groups``
-are sessions with a sample per turn, ``tree:P,STEP,BRANCHING,DEPTH,groups`` search trees with a sample per leaf.
+responses per prompt, prompts per rank. R may be ``ln:MEAN`` (log-normal), n ``4-16`` (uniform), P ``512+4x1024``: 512
+text tokens and four images of 1,024. ``agent:P,REPLY,TOOL,TURNS,n,groups`` are sessions with a sample per turn,
+``tree:P,STEP,BRANCHING,DEPTH,groups`` search trees with a sample per leaf.
 
 Our paths run first, since verl patches model classes for the whole process. Speed-up is over rmpad of the same strategy
 in the same run. The bound is the ratio of FLOPs, vision encoder included; stock verl computes the head on every token,
@@ -34,11 +34,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from benchmarks.actor_cases import PHASES, Case, Work, batch_of_phase, parse_case, samples_of_ranks
-from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, join_process_group, shared_model
+from benchmarks.actor_cases import PHASES, AnyCase, Case, Work, batch_of_phase, parse_case, samples_of_ranks
+from benchmarks.actor_engines import (
+    EnginePath,
+    add_engine_arguments,
+    build_engine,
+    free_memory,
+    join_process_group,
+    shared_model,
+)
 from benchmarks.batches import make_batch
-from benchmarks.common import environment, pinned_copies, write_csv
-from benchmarks.images import image_flops
+from benchmarks.common import environment, pinned_copies, with_ratios, write_csv
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
@@ -54,6 +60,7 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.skeleton import text_skeleton
 
 logger = logging.getLogger(__name__)
+SECONDS = ("seconds_q1", "seconds_median", "seconds_q3")
 ROW_METRICS = ("computed_tokens", "patches", "host_gib")
 
 
@@ -96,18 +103,11 @@ class Row:
     commit: str
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One phase on this rank, host to host; ``level`` is our last micro-batch's activation level."""
+def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> dict[str, Any]:
+    """Run a phase once; return this rank's seconds, peak GiB, last micro-batch's activation level and ``ROW_METRICS``.
 
-    seconds: float
-    peak_gib: float
-    level: str
-    metrics: dict[str, float]  # ``ROW_METRICS``
-
-
-def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> Timing:
-    """Run a phase once. An update's peak excludes the optimizer step, which allocates the same on every path."""
+    An update's peak excludes the optimizer step, which allocates the same on every path.
+    """
     data = tu.index_select_tensor_dict(batch, list(range(len(batch))))
     tu.assign_non_tensor(data, calculate_entropy=phase == "old_log_prob" or (phase == "update_actor" and entropy))
     update = phase not in ("old_log_prob", "ref")
@@ -134,7 +134,7 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
     unknown = math.nan if ours and phase == "sft" else 0.0  # ours has no metrics in SFT
     metrics = {name: output["metrics"].get(f"prefix_grouper/{name}", [unknown])[0] for name in ROW_METRICS}
     level = engine.last_plan.micro_batches[-1].level.value if update and ours else ""
-    return Timing(seconds, peak / 2**30, level, metrics)
+    return {"seconds": seconds, "peak_gib": peak / 2**30, "level": level, **metrics}
 
 
 def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -144,23 +144,18 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
     except torch.OutOfMemoryError:
         if dist.get_world_size() > 1:  # the other ranks may wait in a collective
             raise
-        names = ("seconds_median", "seconds_q1", "seconds_q3", "peak_gib", *ROW_METRICS)
-        unknown: dict[str, Any] = dict.fromkeys(names, math.nan)
+        unknown: dict[str, Any] = dict.fromkeys((*SECONDS, "peak_gib", *ROW_METRICS), math.nan)
         return {"fits": False, **unknown, "level": "", "graphs_compiled": counters["stats"]["unique_graphs"]}
-    own = [run.seconds for run in runs[args.warmup :]]
-    peak = max(run.peak_gib for run in runs[args.warmup :])
+    own = [(run["seconds"], run["peak_gib"]) for run in runs[args.warmup :]]
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (own, peak))
-    slowest = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
-    quartiles = np.percentile(slowest, [25, 50, 75]).tolist()
+    dist.all_gather_object(ranks, own)
+    slowest, peaks = np.max(ranks, axis=0).T  # over ranks, in each run
     return {
         "fits": True,
-        "seconds_median": quartiles[1],
-        "seconds_q1": quartiles[0],
-        "seconds_q3": quartiles[2],
-        "peak_gib": max(peak for _, peak in ranks),
-        "level": runs[-1].level,
-        **runs[-1].metrics,
+        **dict(zip(SECONDS, np.percentile(slowest, [25, 50, 75]).tolist(), strict=True)),
+        "peak_gib": float(peaks.max()),
+        "level": runs[-1]["level"],
+        **{name: runs[-1][name] for name in ROW_METRICS},
         "graphs_compiled": counters["stats"]["unique_graphs"],
     }
 
@@ -169,11 +164,9 @@ def loss_of_phase(phase: str, path: EnginePath, args: argparse.Namespace) -> Any
     """Return verl's loss of a phase."""
     if phase == "sft":
         return partial(sft_loss, config=None)
+    coefficient = 0.01 if args.entropy else 0.0
     actor = FSDPActorConfig(
-        strategy=path.strategy,
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        entropy_coeff=0.01 if args.entropy else 0.0,
+        strategy=path.strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=1, entropy_coeff=coefficient
     )
     if phase != "distill":
         return partial(ppo_loss, config=actor)
@@ -232,12 +225,8 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     options += f" lora_rank={args.lora_rank}" if args.lora_rank else ""
     options += f" ulysses={args.ulysses}" if args.ulysses > 1 else ""
     options += f" max_token_len={args.max_token_len} warmup={args.warmup} repeats={args.repeats}"
-    about = {"world_size": dist.get_world_size(), "options": options, **environment()}
-    measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
-    kernels: dict[EnginePath, str] = {}
-    compiled: dict[EnginePath, bool] = {}
-    works: dict[tuple[EnginePath, str], Work] = {}
-    patches: dict[str, int] = {}
+    about = {"model": args.model, "world_size": dist.get_world_size(), "options": options, **environment()}
+    rows = []
     for path in sorted(args.paths, key=lambda path: path.stock):
         _dynamo.reset()  # else a path would reuse the previous path's graphs and not count them
         counters.clear()
@@ -245,82 +234,75 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
         held = torch.cuda.memory_allocated() / 2**30 if get_device_name() == "cuda" else 0.0
         engine = build_engine(model_path, args, path)
         for case in args.cases:
-            num_parts = dist.get_world_size() // args.ulysses
-            whole = case.rows(_num_plain_tokens(config), num_parts)
-            if case.images:
-                whole = replace(whole, samples=case.images.put_into(whole.samples, config))
-            parts = samples_of_ranks(whole, path.stock, flops, num_parts)
-            ranks = [[whole.samples[row] for row in part] for part in parts]
-            budget, in_micro_batch = path.budget or args.max_token_len, case.largest_group
-            if path.mode == "padded":  # as many sequences as fit the budget
-                longest = max(len(sample.prompt) + len(sample.response) for sample in whole.samples)
-                in_micro_batch = max(budget // longest, 1)
-            batch = make_batch(
-                ranks[dist.get_rank() // args.ulysses],
-                max_token_len_per_gpu=budget,
-                use_remove_padding=path.unpadded,
-                use_dynamic_bsz=path.unpadded,
-                use_fused_kernels=path.has("fused"),
-                micro_batch_size_per_gpu=in_micro_batch,
-                global_batch_size=len(whole.samples),
-            )
-            groups = [whole.group[part].tolist() for part in parts]
-            if case.images:
-                batch = case.images.add_to(batch, groups[dist.get_rank() // args.ulysses], config)
-            name = str(case)
-            encoders = image_flops(case.images, groups, config, flops)
-            works[path, name] = Work.of(ranks, flops, encoders)
-            prompt_patches = case.images.number * case.images.patches(config) if case.images else 0
-            patches[name] = len(whole.samples) * prompt_patches
-            kernels[path] = "stock" if path.stock else engine.kernel.name
-            compiled[path] = not path.stock and engine.compiles
+            batch, work, total_patches = batch_and_work(case, path, args, config, flops)
             for phase in args.phases:
                 loss = loss_of_phase(phase, path, args)
                 data = batch_of_phase(batch, phase, args.topk, config.get_text_config().vocab_size)
                 numbers = measure(engine, phase, data, loss, args)
                 numbers["peak_gib"] -= held
-                measured[path, name, phase] = numbers
+                if path.stock:
+                    numbers |= {"computed_tokens": work.total_tokens, "patches": total_patches}
                 # An interrupted run leaves its measurements in the log.
-                logger.warning("%s %s %s: %s", path, name, phase, numbers)
+                logger.warning("%s %s %s: %s", path, case, phase, numbers)
+                done = work.flops(phase, packed=not path.stock)
+                rows.append(
+                    Row(
+                        case=str(case),
+                        path=str(path),
+                        kernel="stock" if path.stock else engine.kernel.name,
+                        layers_compiled=not path.stock and engine.compiles,
+                        phase=phase,
+                        speedup=math.nan,
+                        flop_bound=sum(work.flops(phase, packed=False)) / sum(done),
+                        memory_ratio=math.nan,
+                        total_tokens=work.total_tokens,
+                        total_patches=total_patches,
+                        computed_tflops_per_s=statistics.mean(done) / numbers["seconds_median"] / args.ulysses / 1e12,
+                        slowest_over_mean=max(done) / statistics.mean(done),
+                        **numbers,
+                        **about,
+                    )
+                )
                 if not numbers["fits"]:  # FSDP stopped within a layer
                     del engine
-                    gc.collect()
-                    get_torch_device().empty_cache()
+                    free_memory()
                     engine = build_engine(model_path, args, path)
                 elif args.profile:
-                    profile_phase(f"{path} {name} {phase}", engine, phase, data, loss, args)
+                    profile_phase(f"{path} {case} {phase}", engine, phase, data, loss, args)
         del engine
-        gc.collect()
-        get_torch_device().empty_cache()
-    rows = []
-    for (path, case_name, phase), numbers in measured.items():
-        base = measured.get((EnginePath("rmpad", strategy=path.strategy), case_name, phase))
-        work = works[path, case_name]
-        done = work.alone if path.stock else work.packed
-        rows.append(
-            Row(
-                model=args.model,
-                case=case_name,
-                path=str(path),
-                kernel=kernels[path],
-                layers_compiled=compiled[path],
-                phase=phase,
-                speedup=base["seconds_median"] / numbers["seconds_median"] if base else float("nan"),
-                flop_bound=sum(work.alone[phase]) / sum(done[phase]),
-                memory_ratio=numbers["peak_gib"] / base["peak_gib"] if base and base["peak_gib"] else float("nan"),
-                total_tokens=work.total_tokens,
-                total_patches=patches[case_name],
-                computed_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / args.ulysses / 1e12,
-                slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
-                **numbers
-                | {
-                    "computed_tokens": work.total_tokens if path.stock else numbers["computed_tokens"],
-                    "patches": patches[case_name] if path.stock else numbers["patches"],
-                },
-                **about,
-            )
-        )
-    return rows
+        free_memory()
+    return with_ratios(rows, "path")
+
+
+def batch_and_work(
+    case: AnyCase, path: EnginePath, args: argparse.Namespace, config: Any, flops: ModelFlops
+) -> tuple[TensorDict, Work, int]:
+    """Return this rank's batch of a case, the FLOPs of all ranks, and the patches of all sequences."""
+    num_parts, rank = dist.get_world_size() // args.ulysses, dist.get_rank() // args.ulysses
+    whole = case.rows(_num_plain_tokens(config), num_parts)
+    if case.images:
+        whole = replace(whole, samples=case.images.put_into(whole.samples, config))
+    parts = samples_of_ranks(whole, path.stock, flops, num_parts)
+    ranks = [[whole.samples[row] for row in part] for part in parts]
+    budget, in_micro_batch = path.budget or args.max_token_len, case.largest_group
+    if path.mode == "padded":  # as many sequences as fit the budget
+        longest = max(len(sample.prompt) + len(sample.response) for sample in whole.samples)
+        in_micro_batch = max(budget // longest, 1)
+    batch = make_batch(
+        ranks[rank],
+        max_token_len_per_gpu=budget,
+        use_remove_padding=path.unpadded,
+        use_dynamic_bsz=path.unpadded,
+        use_fused_kernels=path.has("fused"),
+        micro_batch_size_per_gpu=in_micro_batch,
+        global_batch_size=len(whole.samples),
+    )
+    groups = [whole.group[part].tolist() for part in parts]
+    if not case.images:
+        return batch, Work.of(ranks, flops), 0
+    patches = len(whole.samples) * case.images.number * case.images.patches(config)
+    work = Work.of(ranks, flops, case.images.flops(groups, config, flops))
+    return case.images.add_to(batch, groups[rank], config), work, patches
 
 
 def _num_plain_tokens(config: Any) -> int:

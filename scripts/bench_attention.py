@@ -9,12 +9,11 @@ remove-padding) and ``packed:KERNEL`` (shared prefixes once), by default of all 
 error are against the first path of ``alone``, flash-attn 2 if present. The bound is the ratio of (query, key) pairs.
 The error is the worst of out, dq, dk and dv: its norm against float32, divided by the baseline's.
 
-Shapes: T packed tokens, H query heads, G key/value heads, D head size, L tokens of one sequence.
+Shapes: T packed tokens, H query heads, G key/value heads, D head size, L tokens of one sequence, C queries of a chunk.
 """
 
 import argparse
 import gc
-import hashlib
 import statistics
 import sys
 import time
@@ -26,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.common import environment, write_csv
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import KERNELS, kernel_obstacle, select_kernel
@@ -85,28 +86,24 @@ class Problem:
         kind, _, numbers = case.rpartition(":")
         shape = tuple(map(int, numbers.split(",")))
         sequences = (_tree if kind == "tree" else _groups)(*shape)
-        # Packed index of each sequence's tokens: sequences share a token if they are equal up to its label.
-        places: dict[bytes, int] = {}
-        self.places: list[torch.Tensor] = []
-        for tokens in sequences:
-            prefix, own = hashlib.blake2b(tokens[:1].tobytes()), []
-            for token in tokens[1:]:
-                prefix.update(token.tobytes())
-                own.append(places.setdefault(prefix.digest(), len(places)))
-            self.places.append(torch.tensor(own, device=args.device))
         offsets = np.cumsum([0, *map(len, sequences)])
         self.layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(len(sequences), shape[0]))
+        # A sequence's packed tokens are the keys of its last segment, from which no other continues.
+        segments, bounds = np.arange(len(self.layout.segment_parent)), self.layout.cu_seqlens_k
+        last = np.setdiff1d(segments, self.layout.segment_parent)
+        keys = [self.layout.kv_index[bounds[segment] : bounds[segment + 1]] for segment in last]
+        self.places = [torch.from_numpy(own).to(args.device, torch.int64) for own in keys]
         self.scale = args.head_dim**-0.5
         generator = torch.Generator(args.device).manual_seed(0)
         self.q, self.k, self.v, self.grad_out = (
-            torch.randn(len(places), heads, args.head_dim, generator=generator, device=args.device).to(
+            torch.randn(self.layout.num_tokens, heads, args.head_dim, generator=generator, device=args.device).to(
                 getattr(torch, args.dtype)
             )
             for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
         )
 
     def exact(self) -> Tensors:
-        """Return out, dq, dk and dv by a plain float32 softmax; a shared token counts once."""
+        """Return out, dq, dk and dv by torch's plain float32 softmax; a shared token counts once."""
         q, k, v = self.q.float(), self.k.float(), self.v.float()
         out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
         seen = 0
@@ -115,27 +112,18 @@ class Problem:
             for start in range(int((places < seen).sum()), len(places), QUERY_CHUNK):
                 stop = min(start + QUERY_CHUNK, len(places))
                 chunk = places[start:stop]
-                q_LHD = q[chunk].requires_grad_()
-                attended = _attend_chunk(q_LHD, k_LGD[:stop], v_LGD[:stop], self.scale)
-                attended.backward(self.grad_out[chunk].float())
-                out[chunk], dq[chunk] = attended.detach(), q_LHD.grad
+                q_CHD = q[chunk].requires_grad_()
+                by_head = (x.transpose(0, 1)[None] for x in (q_CHD, k_LGD[:stop], v_LGD[:stop]))
+                visible_CL = torch.ones(len(chunk), stop, dtype=torch.bool, device=q.device).tril(start)
+                with sdpa_kernel(SDPBackend.MATH):
+                    attended = scaled_dot_product_attention(*by_head, attn_mask=visible_CL, enable_gqa=True)
+                attended_CHD = attended[0].transpose(0, 1)
+                attended_CHD.backward(self.grad_out[chunk].float())
+                out[chunk], dq[chunk] = attended_CHD.detach(), q_CHD.grad
             dk.index_add_(0, places, k_LGD.grad)
             dv.index_add_(0, places, v_LGD.grad)
             seen = int(places[-1]) + 1
         return out, dq, dk, dv
-
-
-def _attend_chunk(q_CHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return causal attention of the last C of L tokens."""
-    num_q, heads, head_dim = q_CHD.shape
-    num_k, groups = k_LGD.shape[:2]
-    q_GMD = q_CHD.view(num_q, groups, -1, head_dim).permute(1, 2, 0, 3).reshape(groups, -1, head_dim)
-    scores_GMCL = (q_GMD @ k_LGD.permute(1, 2, 0) * scale).view(groups, -1, num_q, num_k)
-    position = torch.arange(num_k - num_q, num_k, device=q_CHD.device)
-    hidden_CL = torch.arange(num_k, device=q_CHD.device) > position[:, None]
-    weights_GML = scores_GMCL.masked_fill(hidden_CL, float("-inf")).softmax(dim=-1).reshape(groups, -1, num_k)
-    out_GMCD = (weights_GML @ v_LGD.transpose(0, 1)).view(groups, -1, num_q, head_dim)
-    return out_GMCD.permute(2, 0, 1, 3).reshape(num_q, heads, head_dim)
 
 
 class AttentionPath:
@@ -170,15 +158,14 @@ class AttentionPath:
 
     def outcome(self) -> Tensors:
         """Return output and gradients of the packed tokens; only a shared token's first copy has an output gradient."""
-        size = len(self.problem.q)
-        copies = torch.arange(len(self.places), device=self.places.device)
-        first = torch.full((size,), len(self.places), device=self.places.device)
-        first = first.scatter_reduce(0, self.places, copies, "amin")
+        first = torch.from_numpy(np.unique(self.places.cpu(), return_index=True)[1]).to(self.places.device)
         counted = torch.zeros_like(self.places, dtype=torch.bool).index_fill(0, first, True)
         out = self.attend(*self.inputs)
         grads = torch.autograd.grad(out, self.inputs, self.grad_out * counted[:, None, None])
-        zeros = (grad.new_zeros(size, *grad.shape[1:], dtype=torch.float32) for grad in grads)
-        sums = (total.index_add_(0, self.places, grad.float()) for total, grad in zip(zeros, grads, strict=True))
+        sums = (
+            torch.zeros_like(grad[first], dtype=torch.float32).index_add_(0, self.places, grad.float())
+            for grad in grads
+        )
         return out.detach()[first], *(total.to(out.dtype) for total in sums)
 
 

@@ -10,27 +10,29 @@ GPU.
 """
 
 import argparse
-import gc
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from bench_actor import run_phase
+from bench_actor import loss_of_phase, run_phase
 from benchmarks.actor_cases import Case
-from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, join_process_group, shared_model
+from benchmarks.actor_engines import (
+    EnginePath,
+    add_engine_arguments,
+    build_engine,
+    free_memory,
+    join_process_group,
+    shared_model,
+)
 from benchmarks.batches import make_batch
 from benchmarks.common import environment, pinned_copies, write_csv
 from rich.console import Console
 from torch import distributed as dist
-from verl.utils.device import get_torch_device
-from verl.workers.config import FSDPActorConfig
-from verl.workers.utils.losses import ppo_loss
 
 console = Console(width=150)
 
@@ -67,18 +69,19 @@ def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namesp
         use_fused_kernels=path.has("fused"),
         global_batch_size=len(samples),
     )
-    actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    seconds = peak_gib = host_gib = float("nan")
-    fits, level = True, ""
+    outcome: dict[str, Any] = {**dict.fromkeys(("seconds", "peak_gib", "host_gib"), float("nan")), "level": ""}
+    fits = True
     try:
-        timing = run_phase(engine, "update_actor", batch, partial(ppo_loss, config=actor), entropy=False)
-        seconds, peak_gib, level, host_gib = timing.seconds, timing.peak_gib, timing.level, timing.metrics["host_gib"]
+        done = run_phase(engine, "update_actor", batch, loss_of_phase("update_actor", path, args), entropy=False)
+        outcome = {name: done[name] for name in outcome}
     except torch.OutOfMemoryError as error:
         fits = False
         console.print(str(error), markup=False)
-    console.print(f"{path} P={prompt}: " + (f"{seconds:.1f} s, {peak_gib:.1f} GiB {level}" if fits else "-"))
-    setting = (args.model, str(path), prompt, args.response, args.n)
-    return Row(*setting, fits, seconds, peak_gib, host_gib, level, args.memory_gib, **environment())
+    console.print(
+        f"{path} P={prompt}: " + ("{seconds:.1f} s, {peak_gib:.1f} GiB {level}".format(**outcome) if fits else "-")
+    )
+    setting = (args.model, str(path), prompt, args.response, args.n, fits)
+    return Row(*setting, **outcome, memory_gib=args.memory_gib, **environment())
 
 
 def bisect(try_prompt: Callable[[int], Row], low: int, high: int, within: int) -> Iterator[Row]:
@@ -96,7 +99,7 @@ def bisect(try_prompt: Callable[[int], Row], low: int, high: int, within: int) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser)
-    parser.set_defaults(optimizer="SGD", ulysses=1)
+    parser.set_defaults(optimizer="SGD", ulysses=1, entropy=False)
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--n", type=int, default=2)
     parser.add_argument("--between", nargs=2, type=int, default=(16384, 163840), metavar=("LOW", "HIGH"))
@@ -120,8 +123,7 @@ def main() -> int:
             # An engine that ran out of memory stopped within a backward, so every try builds a new one.
             def attempt(prompt: int, path: EnginePath = path) -> Row:
                 row = try_prompt(prompt, build_engine(model_path, args, path), path, args, vocab_size)
-                gc.collect()
-                get_torch_device().empty_cache()
+                free_memory()
                 return row
 
             for row in bisect(attempt, *args.between, max(args.within, 2048)):

@@ -10,8 +10,8 @@ Weights are random, prompts are P random words, and responses have exactly R tok
 GPUs and the plugin's own on a CPU. GRPO with a reference policy, AdamW, FSDP2, gradient checkpointing (on GPUs), one
 optimizer step per training step. Every mode runs in its own process tree with the same token budgets.
 
-``--output-dir`` gets ``bench_step.csv``, rewritten after every run, and each run's log and metrics file. A run that
-fails or exceeds ``--timeout`` keeps its finished steps; the exit code is then 1.
+``--output-dir`` gets ``bench_step.csv``, rewritten after every run, each run's log and metrics file, checkpoints and
+prompts. A run that fails or exceeds ``--timeout`` keeps its finished steps; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import environment, write_csv
+from benchmarks.common import environment, with_ratios, write_csv
 from benchmarks.shapes import SHAPES
 from benchmarks.step_inputs import make_checkpoint, make_prompts, word_tokenizer
-from benchmarks.step_metrics import StepRow, rows_of_run, table_of, with_ratios
-from benchmarks.step_runs import REPOSITORY, ScriptRun, run_to_end
+from benchmarks.step_metrics import StepRow, rows_of_run, table_of
+from benchmarks.step_runs import FEW_PROCESSES, REPOSITORY, ScriptRun, train
 from rich.console import Console
-
-from verl_pg_plugin.cli.demo import read_steps
 
 EXAMPLES = {
     "rmpad": "run_qwen3_rmpad.sh",
@@ -72,21 +70,13 @@ class StepCase:
         return self.prompt + max(self.turns - 1, 0) * (self.response + TOKENS_BETWEEN_TURNS)
 
 
-def mode(text: str) -> str:
-    """A mode of this plugin, with options of the section ``prefix_grouper`` after a colon: ``packed:KEY=VALUE,...``."""
-    name, _, options = text.partition(":")
-    if name not in EXAMPLES or (name == "rmpad" and options):
-        raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(EXAMPLES)}; only ours take :KEY=VALUE,...")
-    return text
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
     case = {"type": StepCase.parse, "default": [StepCase(64, 8, 4, 4)], "metavar": "P,R,n,prompts[,turns]"}
     parser.add_argument("--cases", nargs="+", **case)
-    parser.add_argument("--modes", nargs="+", type=mode, default=["rmpad", "packed"], help=mode.__doc__)
+    parser.add_argument("--modes", nargs="+", choices=EXAMPLES, default=["rmpad", "packed"])
     parser.add_argument("--steps", type=int, default=3, help="training steps of a run; the first warms up")
     parser.add_argument("--ngpus", type=int, default=1)
     parser.add_argument("--max-token-len", type=int, default=20480, help="token budget of a micro-batch, per GPU")
@@ -94,14 +84,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3, help="share of the GPU that vLLM takes")
     parser.add_argument("--cuda-graphs", action="store_true", help="vLLM captures CUDA graphs: start-up is longer")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run, start-up included")
-    parser.add_argument("--work-dir", type=Path, default=Path("outputs/bench_step"), help="checkpoints and run folders")
-    parser.add_argument("--output-dir", type=Path, help="CSV, logs and metrics; default: --work-dir/results")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/bench_step"))
     parser.add_argument("overrides", nargs="*", help="verl overrides for every run, after --")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first step is not measured")
-    args.work_dir = args.work_dir.absolute()
-    args.output_dir = (args.output_dir or args.work_dir / "results").absolute()
+    args.output_dir = args.output_dir.absolute()
     return args
 
 
@@ -110,7 +98,7 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path
 
     A child process uses the GPU, so its memory is free when the first run starts.
     """
-    model_path = args.work_dir / f"model-{args.model_shape}{f'-{args.layers}-layers' if args.layers else ''}"
+    model_path = args.output_dir / f"model-{args.model_shape}{f'-{args.layers}-layers' if args.layers else ''}"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         about = pool.submit(environment).result()
         if not model_path.is_dir():
@@ -119,7 +107,7 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path
     tokenizer = word_tokenizer(SHAPES[args.model_shape]["vocab_size"])
     prompts = {}
     for case in args.cases:
-        path = args.work_dir / f"prompts-{args.model_shape}-{case.prompt}-{case.prompts * args.steps}.parquet"
+        path = args.output_dir / f"prompts-{args.model_shape}-{case.prompt}-{case.prompts * args.steps}.parquet"
         if not path.is_file():
             make_prompts(path, tokenizer, length=case.prompt, num_prompts=case.prompts * args.steps)
         prompts[case] = path
@@ -134,7 +122,7 @@ def run_of(
     variables = {
         "DEVICE": device,
         "PYTHON": sys.executable,
-        "WORK_DIR": args.work_dir / "runs" / name,
+        "WORK_DIR": args.output_dir / "runs" / name,
         "MODEL_PATH": model_path,
         "TRAIN_FILES": prompts,
         "VAL_FILES": prompts,
@@ -152,21 +140,16 @@ def run_of(
         "MAX_TURNS": case.turns,
         "USE_PREFIX_GROUPER": mode != "rmpad",
     }
-    example, _, options = mode.partition(":")
     overrides = [
         "actor_rollout_ref.rollout.ignore_eos=True",
         f"actor_rollout_ref.rollout.enforce_eager={not args.cuda_graphs}",
         f"actor_rollout_ref.rollout.max_model_len={case.longest_prompt + case.response}",
-        # One worker each: every worker imports the rollout engine before the first step.
-        "actor_rollout_ref.rollout.agent.num_workers=1",
-        "reward.num_workers=1",
+        *FEW_PROCESSES,
         f"reward.custom_reward_function.path={REPOSITORY / 'scripts' / 'benchmarks' / 'step_reward.py'}",
-        "++ray_kwargs.ray_init.include_dashboard=False",
-        *(f"prefix_grouper.{option}" for option in options.split(",") if option),
         *args.overrides,
     ]
     environ = {key: str(value) for key, value in variables.items()}
-    script = AGENT_EXAMPLE if case.turns else EXAMPLES[example]
+    script = AGENT_EXAMPLE if case.turns else EXAMPLES[mode]
     return ScriptRun.of_example(script, overrides, environ, args.output_dir, name)
 
 
@@ -180,13 +163,9 @@ def main() -> int:
         run = run_of(case, name, args, device, model_path, prompts[case])
         run.metrics.unlink(missing_ok=True)
         console.print(f"{case} {name}: {args.steps} steps, log in {run.log}")
-        outcome = run_to_end(run, args.timeout)
-        steps = read_steps(run.metrics)
-        if outcome == "ok" and len(steps) != args.steps:
-            outcome = "ended early"
+        outcome, steps = train(run, args.steps, args.timeout)
         if outcome != "ok":
             failures.append(f"{case} {name}: {outcome}, {len(steps)} of {args.steps} steps, see {run.log}")
-            console.print(run.last_lines())
         description: dict[str, Any] = {
             "model": model_path.name.removeprefix("model-"),
             "case": str(case),
@@ -199,7 +178,7 @@ def main() -> int:
             "gpu_memory_utilization": args.gpu_memory_utilization,
             "overrides": " ".join(args.overrides),
         }
-        rows = with_ratios([*rows, *rows_of_run(steps, {**description, **about})])
+        rows = with_ratios([*rows, *rows_of_run(steps, {**description, **about})], "mode")
         if rows:
             write_csv(rows, args.output_dir / "bench_step.csv")
     console.print(table_of(rows))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.common import write_csv
-from benchmarks.step_runs import ScriptRun, run_to_end
+from benchmarks.step_runs import ScriptRun, train
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
 from make_tiny_checkpoint import make_tiny_checkpoint
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from verl_pg_plugin.cli.demo import read_steps
 
-FLAGS = {"rmpad": ("False", "True"), "prefix_grouper": ("True", "False"), "packed": ("True", "True")}
+MODES = ("rmpad", "packed")
 PROMPTS_PER_STEP = 16
 console = Console(width=150, markup=False, highlight=False)
 
@@ -69,11 +69,9 @@ DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
 def run_of(mode: str, seed: int, args: argparse.Namespace, device: str) -> ScriptRun:
     """Return the run of ``examples/run_qwen3_pg.sh`` in a mode with a seed; the user's overrides come last."""
     folder = args.output_dir / f"{device}-{mode}-{seed}"
-    use_prefix_grouper, use_remove_padding = FLAGS[mode]
     variables = {
         **tiny_environment(device, folder, args.output_dir / f"model-{device}", args.output_dir / "data"),
-        "USE_PREFIX_GROUPER": use_prefix_grouper,
-        "USE_REMOVE_PADDING": use_remove_padding,
+        "USE_PREFIX_GROUPER": str(mode == "packed"),
         "TRAIN_BATCH_SIZE": str(PROMPTS_PER_STEP),
         "PPO_MINI_BATCH_SIZE": str(PROMPTS_PER_STEP),
         "TOTAL_STEPS": str(args.steps),
@@ -102,9 +100,9 @@ def curve_of(metrics: Path, mode: str, seed: int) -> list[LearningStep]:
     ]
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", choices=FLAGS, default=["rmpad", "packed"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run, start-up included")
@@ -113,12 +111,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="verl overrides for every run, after --")
     args = parser.parse_args()
     args.output_dir = args.output_dir.absolute()
-    args.csv = args.csv or args.output_dir / "learning.csv"
-    return args
-
-
-def main() -> int:
-    args = parse_args()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     if not (args.output_dir / "data").is_dir():
         # Each question once an epoch: seeds of equal prompts in a step depend on their order of arrival.
@@ -135,19 +127,18 @@ def main() -> int:
         if kept.is_file() and kept.read_text() != settings:
             console.print(f"error: {run.log.parent} holds a run with other settings; choose another --output-dir")
             return 2
-        if len(curve_of(run.metrics, mode, seed)) != args.steps:
+        if len(read_steps(run.metrics)) != args.steps:
             shutil.rmtree(run.log.parent, ignore_errors=True)
             run.log.parent.mkdir(parents=True)
             kept.write_text(settings)
             console.print(f"{mode}, seed {seed}: {args.steps} steps, log in {run.log}")
-            outcome = run_to_end(run, args.timeout)
-            if outcome != "ok" or len(curve_of(run.metrics, mode, seed)) != args.steps:
+            outcome, _ = train(run, args.steps, args.timeout)
+            if outcome != "ok":
                 failures.append(f"{mode}, seed {seed}: {outcome}, see {run.log}")
-                console.print(run.last_lines())
         curve = curve_of(run.metrics, mode, seed)
         curves += curve
         if curve:
-            write_csv(curves, args.csv)
+            write_csv(curves, args.csv or args.output_dir / "learning.csv")
             rewards = [step.reward for step in curve]
             fifth = max(1, len(rewards) // 5)
             first, last = (sum(part) / fifth for part in (rewards[:fifth], rewards[-fifth:]))

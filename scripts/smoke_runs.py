@@ -13,18 +13,15 @@ Rollout is vLLM if torch sees a GPU, else the plugin's own. Logs and metrics sta
 """
 
 import argparse
-import os
 import re
 import shutil
-import signal
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
-from benchmarks.step_runs import ScriptRun, run_to_end, start
+from benchmarks.step_runs import ScriptRun, run_to_end
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
 from make_image_task import make_image_data, make_tiny_vision_checkpoint
@@ -34,7 +31,6 @@ from rich.console import Console
 from verl_pg_plugin.cli.demo import read_steps
 
 STEPS = 2
-SURVIVORS_S = 60
 # Log lines of a process that died.
 DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 console = Console(width=180, highlight=False, markup=False)
@@ -109,35 +105,6 @@ def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[st
     return steps
 
 
-def kill_after_first_checkpoint(run: SmokeRun, timeout_s: float) -> int:
-    """Start the run and end its trainer with SIGKILL after the first checkpoint.
-
-    Returns:
-        Number of its processes (Ray's, vLLM's) that were still running afterwards and were killed.
-    """
-    run.work_dir.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    tree: dict[int, psutil.Process] = {}
-    script = run.script_run()
-    with script.log.open("w") as log:
-        process = start(script, log)
-        try:
-            while run.last_checkpoint is None:
-                require(process.poll() is None, f"ended with exit code {process.poll()} before its first checkpoint")
-                require(time.monotonic() - started < timeout_s, f"wrote no checkpoint in {timeout_s:.0f} s")
-                tree.update({child.pid: child for child in psutil.Process(process.pid).children(recursive=True)})
-                time.sleep(0.2)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            _, survivors = psutil.wait_procs(list(tree.values()), timeout=SURVIVORS_S)
-            for survivor in survivors:
-                survivor.kill()
-            psutil.wait_procs(survivors, timeout=SURVIVORS_S)
-    return len(survivors)
-
-
 def run_tools(run: SmokeRun, timeout_s: float) -> str:
     """Kill the run after its first checkpoint and resume it."""
     run = replace(
@@ -152,7 +119,9 @@ def run_tools(run: SmokeRun, timeout_s: float) -> str:
             *run.overrides,
         ),
     )
-    survivors = kill_after_first_checkpoint(replace(run, name="tools-killed", steps=50), timeout_s)
+    killed = replace(run, name="tools-killed", steps=50)
+    outcome = run_to_end(killed.script_run(), timeout_s, kill_when=lambda: killed.last_checkpoint is not None)
+    require(outcome == "killed", f"{outcome}, before its first checkpoint")
     saved = run.last_checkpoint
     steps = finish(replace(run, steps=saved + STEPS), timeout_s, first_step=saved + 1)
     turns = max(step["num_turns/max"] for step in steps)
@@ -163,10 +132,7 @@ def run_tools(run: SmokeRun, timeout_s: float) -> str:
     require(len(events) == 2, f"TensorBoard has {len(events)} files of two runs")
     require(run.last_checkpoint == saved + STEPS, f"its last checkpoint is of step {run.last_checkpoint}")
     mean_turns = sum(step["num_turns/mean"] for step in steps) / len(steps)
-    return (
-        f"killed after step {saved} ({survivors} processes outlived the trainer), "
-        f"resumed at {saved + 1}, {mean_turns:.1f} turns"
-    )
+    return f"killed after step {saved}, resumed at {saved + 1}, {mean_turns:.1f} turns"
 
 
 def run_lora(run: SmokeRun, timeout_s: float) -> str:
@@ -209,40 +175,32 @@ def run_images(run: SmokeRun, timeout_s: float) -> str:
 RUNS = {"tools": run_tools, "lora": run_lora, "critic": run_critic, "images": run_images}
 
 
-def parse_args() -> argparse.Namespace:
+def prepare(name: str, device: str, output_dir: Path) -> dict[str, Path]:
+    """Return data and checkpoint of a run; make missing ones."""
+    kind = name if name in ("tools", "images") else "text"
+    data_dir = output_dir / f"data{'-images' if kind == 'images' else ''}"
+    model_path = output_dir / f"model-{device}-{kind}"
+    if not data_dir.is_dir():
+        (make_image_data if kind == "images" else make_arithmetic_data)(data_dir)
+    if not model_path.is_dir():
+        on_gpu = device == "gpu"
+        if kind == "images":
+            make_tiny_vision_checkpoint(model_path, for_vllm=on_gpu)
+        else:
+            sizes = {"head_dim": HEAD_DIM[device], "vocab_multiple": 64 if on_gpu else 1}
+            make_tiny_checkpoint(model_path, tool_calls=kind == "tools", **sizes)
+    return {"model_path": model_path, "data_dir": data_dir}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one start of a script")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/smoke"))
     parser.add_argument("overrides", nargs="*", help="verl overrides for every run, after --")
     args = parser.parse_args()
-    args.output_dir = args.output_dir.absolute()
-    return args
-
-
-def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Return data and checkpoint of each run; make missing ones."""
-    kinds = {name: name if name in ("tools", "images") else "text" for name in args.runs}
-    data = {name: args.output_dir / f"data{'-images' if kind == 'images' else ''}" for name, kind in kinds.items()}
-    models = {name: args.output_dir / f"model-{device}-{kind}" for name, kind in kinds.items()}
-    for name, kind in kinds.items():
-        if not data[name].is_dir():
-            (make_image_data if kind == "images" else make_arithmetic_data)(data[name])
-        if models[name].is_dir():
-            continue
-        on_gpu = device == "gpu"
-        if kind == "images":
-            make_tiny_vision_checkpoint(models[name], for_vllm=on_gpu)
-        else:
-            sizes = {"head_dim": HEAD_DIM[device], "vocab_multiple": 64 if on_gpu else 1}
-            make_tiny_checkpoint(models[name], tool_calls=kind == "tools", **sizes)
-    return data, models
-
-
-def main() -> int:
-    args = parse_args()
+    output_dir = args.output_dir.absolute()
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    data, models = prepare(args, device)
     failed = False
     for name in args.runs:
         run = SmokeRun(
@@ -250,10 +208,9 @@ def main() -> int:
             script="run_qwen3_pg.sh",
             device=device,
             steps=STEPS,
-            work_dir=args.output_dir / name,
-            model_path=models[name],
-            data_dir=data[name],
+            work_dir=output_dir / name,
             overrides=tuple(args.overrides),
+            **prepare(name, device, output_dir),
         )
         shutil.rmtree(run.work_dir, ignore_errors=True)
         start = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, ClassVar, TypeAlias
 
@@ -47,7 +47,7 @@ class _Groups:
     def parse(cls, text: str) -> Any:
         """Parse the output of ``str``; ArgumentTypeError for other fields or numbers below 1."""
         names = [field.name for field in fields(cls)]
-        pattern = ",".join("([0-9]+-[0-9]+|[0-9]+(?:/[0-9]+)*)" if name == "n" else "([0-9]+)" for name in names)
+        pattern = ",".join("([0-9]+(?:-[0-9]+)?)" if name == "n" else "([0-9]+)" for name in names)
         match = re.fullmatch(f"{cls.NAME}:{pattern}", text)
         if not match or not all(map(int, re.findall("[0-9]+", text))):
             raise argparse.ArgumentTypeError(f"{text}: write {cls.NAME}:{','.join(names)} in positive numbers")
@@ -63,28 +63,16 @@ class _Groups:
         rows = [
             (sample, group, group * self.largest_group + session, place)
             for group in range(self.groups * world_size)
-            for sample, session, place in self.members(group, vocab_size, rng)
+            for sample, session, place in self.members(vocab_size, rng)
         ]
         samples, *numbers = zip(*rows[: len(rows) // world_size * world_size], strict=True)
         return CaseSamples(list(samples), *map(np.array, numbers))
 
 
-def largest(n: str) -> int:
-    return max(int(number) for number in re.split("[-/]", n))
-
-
-def draw(n: str, group: int, rng: np.random.Generator) -> int:
-    """Return the responses or sessions of a prompt: ``8``, ``4-16`` for a uniform draw, ``2/16`` alternating."""
-    if "-" in n:
-        low, high = map(int, n.split("-"))
-        return int(rng.integers(low, high + 1))
-    numbers = n.split("/")
-    return int(numbers[group % len(numbers)])
-
-
-def single_sessions(samples: Iterable[Sample]) -> list[Member]:
-    """Return members with one session for each sample."""
-    return [(sample, session, 0) for session, sample in enumerate(samples)]
+def bounds(n: str) -> tuple[int, int]:
+    """Return the fewest and the most responses or sessions of a prompt: ``8``, or ``4-16`` for a uniform draw."""
+    numbers = [int(number) for number in n.split("-")]
+    return numbers[0], numbers[-1]
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,7 @@ class Case(_Groups):
 
     prompt: int  # tokens
     response: str  # tokens, or ``ln:MEAN`` for log-normal lengths
-    n: str  # responses per prompt, see ``draw``
+    n: str  # responses per prompt, see ``bounds``
     groups: int  # prompts per rank
     images: PromptImages | None = None  # in each prompt
 
@@ -109,19 +97,18 @@ class Case(_Groups):
 
     @property
     def largest_group(self) -> int:
-        return largest(self.n)
+        return bounds(self.n)[1]
 
-    def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
-        n = draw(self.n, group, rng)
-        return single_sessions(
-            random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
-        )
+    def members(self, vocab_size: int, rng: np.random.Generator) -> Iterator[Member]:
+        lengths = [self._response_length(rng) for _ in range(rng.integers(*bounds(self.n), endpoint=True))]
+        for session, sample in enumerate(random_group(rng, vocab_size, self.prompt, lengths)):
+            yield sample, session, 0
 
     def _response_length(self, rng: np.random.Generator) -> int:
-        if self.response.startswith("ln:"):
-            mean = float(self.response[3:])
-            return int(np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8), 1, 8 * mean))
-        return int(self.response)
+        if not self.response.startswith("ln:"):
+            return int(self.response)
+        mean = float(self.response[3:])
+        return int(np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8), 1, 8 * mean))
 
 
 @dataclass(frozen=True)
@@ -134,22 +121,21 @@ class AgentCase(_Groups):
     reply: int  # tokens
     tool: int  # tokens of the tool's result after each reply
     turns: int  # samples of a session
-    n: str  # sessions of a prompt, see ``draw``
+    n: str  # sessions of a prompt, see ``bounds``
     groups: int  # prompts per rank
 
     @property
     def largest_group(self) -> int:
-        return largest(self.n) * self.turns
+        return bounds(self.n)[1] * self.turns
 
-    def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
-        task, members = rng.integers(vocab_size, size=self.prompt).tolist(), []
-        for session in range(draw(self.n, group, rng)):
+    def members(self, vocab_size: int, rng: np.random.Generator) -> Iterator[Member]:
+        task = rng.integers(vocab_size, size=self.prompt).tolist()
+        for session in range(rng.integers(*bounds(self.n), endpoint=True)):
             context = task
             for turn in range(self.turns):
                 reply = rng.integers(vocab_size, size=self.reply).tolist()
-                members.append((Sample(context, reply), session, turn))
+                yield Sample(context, reply), session, turn
                 context = [*context, *reply, *rng.integers(vocab_size, size=self.tool).tolist()]
-        return members
 
 
 @dataclass(frozen=True)
@@ -168,16 +154,14 @@ class TreeCase(_Groups):
     def largest_group(self) -> int:
         return self.branching**self.depth
 
-    def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
+    def members(self, vocab_size: int, rng: np.random.Generator) -> Iterator[Member]:
         root = rng.integers(vocab_size, size=self.prompt).tolist()
         paths: list[list[int]] = [[]]
         for _ in range(self.depth):
-            paths = [
-                [*path, *rng.integers(vocab_size, size=self.step).tolist()]
-                for path in paths
-                for _ in range(self.branching)
-            ]
-        return single_sessions(Sample(root, path) for path in paths)
+            parents = [path for path in paths for _ in range(self.branching)]
+            paths = [[*path, *rng.integers(vocab_size, size=self.step).tolist()] for path in parents]
+        for leaf, path in enumerate(paths):
+            yield Sample(root, path), leaf, 0
 
 
 NAMED_CASES = {case.NAME: case for case in (AgentCase, TreeCase)}
@@ -234,31 +218,22 @@ def batch_of_phase(batch: TensorDict, phase: str, top_k: int, vocab_size: int) -
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of each phase on each rank, unshared and packed; tokens of all ranks."""
+    """FLOPs of one pass of the body and of the head on each rank, unshared and packed; tokens of all ranks."""
 
-    alone: dict[str, list[float]]
-    packed: dict[str, list[float]]
+    alone: list[tuple[float, float]]
+    packed: list[tuple[float, float]]
     total_tokens: int
     computed_tokens: int
 
     @classmethod
     def of(
-        cls,
-        ranks: list[list[Sample]],
-        flops: ModelFlops,
-        encoders: Sequence[tuple[float, float]] | None = None,
+        cls, ranks: list[list[Sample]], flops: ModelFlops, encoders: Sequence[tuple[float, float]] | None = None
     ) -> Work:
-        """Count a training step as four passes of the body (gradient checkpointing) and three of the head.
+        """Count the work of each rank's samples.
 
         Args:
             encoders: forward FLOPs of the vision encoder on each rank, unshared and packed.
         """
-
-        def passes(phase: str, body: float, head: float) -> float:
-            if phase in ("old_log_prob", "ref"):
-                return body + head
-            return 4 * body + 3 * head
-
         alone, packed, tokens = [], [], []
         for samples, (encoder_alone, encoder_packed) in zip(ranks, encoders or [(0.0, 0.0)] * len(ranks), strict=True):
             lengths = np.array([len(sample.prompt) + len(sample.response) for sample in samples])
@@ -271,9 +246,9 @@ class Work:
             )
             packed.append((flops.without_head(layout) + encoder_packed, flops.per_label * len(layout.head_index)))
             tokens.append((int(lengths.sum()), layout.num_tokens))
-        return cls(
-            alone={phase: [passes(phase, *rank) for rank in alone] for phase in PHASES},
-            packed={phase: [passes(phase, *rank) for rank in packed] for phase in PHASES},
-            total_tokens=sum(total for total, _ in tokens),
-            computed_tokens=sum(computed for _, computed in tokens),
-        )
+        return cls(alone, packed, *map(sum, zip(*tokens, strict=True)))
+
+    def flops(self, phase: str, packed: bool) -> list[float]:
+        """Return each rank's FLOPs; training is four passes of the body (with checkpointing) and three of the head."""
+        of_body, of_head = (1, 1) if phase in ("old_log_prob", "ref") else (4, 3)
+        return [of_body * body + of_head * head for body, head in (self.packed if packed else self.alone)]

@@ -117,15 +117,19 @@ def shared_model(args: argparse.Namespace, folder: str) -> str:
                 text.layer_types = text.layer_types[: args.layers]
         torch.manual_seed(0)
         with torch.device(get_device_name()):
-            model = auto_class(config).from_config(
-                config, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32
-            )
+            dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+            model = auto_class(config).from_config(config, dtype=dtype)
         remember(model).save_pretrained(names[0])
         del model
-        gc.collect()
-        get_torch_device().empty_cache()
+        free_memory()
     dist.barrier()
     return names[0]
+
+
+def free_memory() -> None:
+    """Free what deleted engines and models held on the device."""
+    gc.collect()
+    get_torch_device().empty_cache()
 
 
 class _CompiledStock(FSDPEngineWithLMHead):

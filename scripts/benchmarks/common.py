@@ -3,7 +3,7 @@
 import csv
 import os
 import subprocess
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +57,23 @@ def write_csv(rows: list[Any], path: Path) -> None:
         writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
+
+
+def with_ratios(rows: list[Any], column: str) -> list[Any]:
+    """Return the rows with ``speedup`` and ``memory_ratio`` over rmpad of their model, case, phase and strategy.
+
+    ``column`` has the row's mode, with the strategy after a slash if that is not fsdp2.
+    """
+
+    def key(row: Any, mode: str) -> tuple[str, ...]:
+        return row.model, row.case, row.phase, mode
+
+    by_mode, result = {key(row, getattr(row, column)): row for row in rows}, []
+    for row in rows:
+        strategy = "/fsdp" if "/fsdp" in getattr(row, column) else ""
+        if base := by_mode.get(key(row, f"rmpad{strategy}")):
+            speedup = base.seconds_median / row.seconds_median if row.seconds_median else row.speedup
+            memory_ratio = row.peak_gib / base.peak_gib if base.peak_gib else row.memory_ratio
+            row = replace(row, speedup=speedup, memory_ratio=memory_ratio)
+        result.append(row)
+    return result

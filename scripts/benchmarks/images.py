@@ -13,6 +13,7 @@ from verl.utils import tensordict_utils as tu
 
 from benchmarks.batches import Sample
 from verl_pg_plugin.modalities import modality_of
+from verl_pg_plugin.planning.cost import ModelFlops
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ class PromptImages:
         batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
         return batch
 
+    def flops(
+        self, groups: Sequence[Sequence[int]], config: PretrainedConfig, flops: ModelFlops
+    ) -> list[tuple[float, float]]:
+        """Return each rank's forward FLOPs of the vision encoder, for all sequences and for distinct prompts.
+
+        ``groups`` are the prompts of each rank's sequences.
+        """
+        one = flops.images(np.full(self.number, self.patches(config)))
+        return [(one * len(group), one * len(set(group))) for group in groups]
+
 
 def _positions(ids: torch.Tensor, grid: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """Return (4, L) positions: token index, then the model's time, height and width."""
@@ -74,14 +85,3 @@ def _positions(ids: torch.Tensor, grid: torch.Tensor, config: PretrainedConfig) 
         attention_mask=torch.ones_like(ids)[None],
     )
     return torch.cat([torch.arange(len(ids))[None], rope[:, 0]])
-
-
-def image_flops(images: PromptImages | None, groups: Sequence[Sequence[int]], config: Any, flops: Any) -> Any:
-    """Return each rank's forward FLOPs of the vision encoder, for all sequences and for distinct prompts.
-
-    ``groups`` are the prompts of each rank's sequences.
-    """
-    if images is None:
-        return [(0.0, 0.0)] * len(groups)
-    one = flops.images(np.full(images.number, images.patches(config)))
-    return [(one * len(group), one * len(set(group))) for group in groups]

@@ -1,6 +1,6 @@
 """Rows and table of ``bench_step.py``, from the metrics files of training runs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -87,22 +87,6 @@ def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[St
             seconds = {"seconds_median": median(times), "seconds_min": min(times), "seconds_max": max(times)}
             rows.append(StepRow(phase=phase, speedup=None, **seconds, **shared, **about))
     return rows
-
-
-def with_ratios(rows: list[StepRow]) -> list[StepRow]:
-    """Return the rows with ``speedup`` and ``memory_ratio`` over the rmpad run of their model and case."""
-    baseline = {(row.model, row.case, row.phase): row for row in rows if row.mode == "rmpad"}
-    result = []
-    for row in rows:
-        base = baseline.get((row.model, row.case, row.phase))
-        if base is not None:
-            row = replace(
-                row,
-                speedup=base.seconds_median / row.seconds_median if row.seconds_median else None,
-                memory_ratio=row.peak_gib / base.peak_gib if base.peak_gib else None,
-            )
-        result.append(row)
-    return result
 
 
 def table_of(rows: list[StepRow]) -> Table:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import psutil
+
+from verl_pg_plugin.cli.demo import read_steps
 
 REPOSITORY = Path(__file__).parents[2]
 POLL_S = 0.5
 TERMINATION_S = 15  # Ray and vLLM need time to stop their children
 LOG_LINES_SHOWN = 30
+FEW_PROCESSES = (
+    # One worker each: every worker imports the rollout engine before the first step.
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "reward.num_workers=1",
+    "++ray_kwargs.ray_init.include_dashboard=False",
+)
 
 
 @dataclass(frozen=True)
@@ -42,35 +53,49 @@ class ScriptRun:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
 
 
-def start(run: ScriptRun, log: IO[str]) -> subprocess.Popen[bytes]:
-    """Start the run in a new session, which one signal can end; its output goes to ``log``."""
-    return subprocess.Popen(
-        run.command,
-        cwd=REPOSITORY,
-        env={**os.environ, **run.environment},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+def train(run: ScriptRun, num_steps: int, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
+    """Run to the end and return the outcome and the metrics of the steps; write the last log lines of a failed run."""
+    outcome = run_to_end(run, timeout_s)
+    steps = read_steps(run.metrics)
+    if outcome == "ok" and len(steps) != num_steps:
+        outcome = "ended early"
+    if outcome != "ok":
+        sys.stdout.write(f"{run.last_lines()}\n")
+    return outcome, steps
 
 
-def run_to_end(run: ScriptRun, timeout_s: float) -> str:
-    """Train for at most ``timeout_s`` seconds and end all processes; return ``ok`` or why the run ended."""
+def run_to_end(run: ScriptRun, timeout_s: float, kill_when: Callable[[], bool] = lambda: False) -> str:
+    """Train for at most ``timeout_s`` seconds and end all processes; return ``ok`` or why the run ended.
+
+    Once ``kill_when()`` is true, the trainer is ended with SIGKILL and the outcome is ``killed``.
+    """
     run.log.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    started, killed = time.monotonic(), False
     tree: dict[int, psutil.Process] = {}
     with run.log.open("w") as log:
-        process = start(run, log)
+        process = subprocess.Popen(
+            run.command,
+            cwd=REPOSITORY,
+            env={**os.environ, **run.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # which one signal can end
+        )
         try:
-            while process.poll() is None and time.monotonic() - started < timeout_s:
+            while process.poll() is None and not killed and time.monotonic() - started < timeout_s:
                 with suppress(psutil.NoSuchProcess):
                     tree.update({child.pid: child for child in psutil.Process(process.pid).children(recursive=True)})
                 time.sleep(POLL_S)
+                if killed := kill_when():
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         finally:
             timed_out = process.poll() is None
             _end([psutil.Process(process.pid)] if timed_out else [], list(tree.values()))
             exit_code = process.wait()
+    if killed:
+        return "killed"
     if timed_out:
         return f"timed out after {timeout_s:.0f} s"
     return "ok" if exit_code == 0 else f"exit code {exit_code}"

@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from benchmarks.step_runs import FEW_PROCESSES, REPOSITORY
+
 HEAD_DIM = {"cpu": 32, "gpu": 64}  # flash-attn and vLLM do not support 32 on every GPU
 MAX_TOKEN_LEN = {"cpu": 1024, "gpu": 8192}  # on a CPU, stock verl's attention mask is dense over a micro-batch
 
@@ -34,10 +35,8 @@ def tiny_overrides(device: str) -> list[str]:
         return []
     return [
         f"reward.custom_reward_function.path={REPOSITORY / 'scripts' / 'data' / 'arithmetic_reward.py'}",
-        "reward.num_workers=1",
-        "actor_rollout_ref.rollout.agent.num_workers=1",
+        *FEW_PROCESSES,
         "actor_rollout_ref.rollout.enforce_eager=True",
-        "++ray_kwargs.ray_init.include_dashboard=False",
         "++ray_kwargs.ray_init.address=local",
         # verl polls for responses every two seconds, longer than a step of this model.
         "trainer.v1.sampler.custom_sampler.path=pkg://verl_pg_plugin.rollout.replay_buffer",

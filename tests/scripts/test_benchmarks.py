@@ -13,7 +13,8 @@ import pytest
 from bench_attention import main as bench_attention
 from benchmarks.actor_cases import Work, parse_case
 from benchmarks.actor_engines import EnginePath
-from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
+from benchmarks.common import with_ratios
+from benchmarks.step_metrics import PHASES, StepRow, rows_of_run
 from benchmarks.step_runs import ScriptRun, run_to_end
 
 from verl_pg_plugin.cli.demo import read_steps
@@ -33,7 +34,7 @@ def test_scripts_without_tests_can_be_imported(script: str) -> None:
     [
         # A chain of 2,000 prompt, 200 reply and 800 tool tokens a turn.
         ("agent:2000,200,800,10,1,1", (10, 67_000, 11_200 - 1)),
-        ("agent:9,1,1,2,1/3,2", (8, 8 * 11, 2 * 8 + 4 * 3)),
+        ("agent:9,1,1,2,1-3,2", (8, 8 * 11, 2 * 8 + 4 * 3)),
         # Siblings fork one token early, so each computes that token; the last token of a leaf needs none.
         ("tree:100,5,4,4,1", (4**4, 4**4 * (100 + 4 * 5), 99 + 4 * 5 + 4**2 * 5 + 4**3 * 5 + 4**4 * 5)),
         ("40,8,3,2", (6, 6 * 48, 2 * (39 + 3 * 8))),
@@ -94,7 +95,7 @@ def test_figures_leave_out_the_first_step_and_compare_modes_of_a_case() -> None:
     assert {row.steps_measured for row in measured} == {3}
     assert measured[0].tokens_per_s_per_gpu == pytest.approx(1000 / 3)
     other_case = rows("packed", 9.0, 9.0, case="128,8,4,4")
-    result = with_ratios([*rows("packed", 9.0, 2.0, peak=5.0), *rows("rmpad", 9.0, 5.0), *other_case])
+    result = with_ratios([*rows("packed", 9.0, 2.0, peak=5.0), *rows("rmpad", 9.0, 5.0), *other_case], "mode")
     speedups = {(row.case, row.mode): row.speedup for row in result if row.phase == "update_actor"}
     assert speedups == {("64,8,4,4", "packed"): 2.5, ("64,8,4,4", "rmpad"): 1.0, ("128,8,4,4", "packed"): None}
     assert {row.memory_ratio for row in result if row.mode == "packed" and row.case == "64,8,4,4"} == {0.5}
