@@ -12,7 +12,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,27 +68,15 @@ def assemble(first: Path, first_layers: int, last: Path, last_layers: int, outpu
     """
     first_config, last_config = _llama_config(first, first_layers), _llama_config(last, last_layers)
     skipped = last_config.num_hidden_layers - last_layers
-    is_tied = last_config.tie_word_embeddings
     first_config.num_hidden_layers, last_config.num_hidden_layers = first_layers, last_layers
     config = modeling_split_llama.SplitLlamaConfig(
         first_config, last_config, architectures=["SplitLlamaForCausalLM"], dtype=last_config.dtype, auto_map=AUTO_MAP
     )
 
-    def from_first(name: str) -> str | None:
-        if name == "model.embed_tokens.weight":
-            return name
-        layer = re.match(r"model\.layers\.(\d+)\.(.+)", name)
-        return f"model.first.layers.{layer[1]}.{layer[2]}" if layer and int(layer[1]) < first_layers else None
-
-    def from_last(name: str) -> str | None:
-        if name in ("model.norm.weight", "lm_head.weight"):
-            return name
-        if name == "model.embed_tokens.weight" and is_tied:
-            return "lm_head.weight"
-        layer = re.match(r"model\.layers\.(\d+)\.(.+)", name)
-        return f"model.last.layers.{int(layer[1]) - skipped}.{layer[2]}" if layer and int(layer[1]) >= skipped else None
-
-    shards = [*_renamed_shards(first, from_first), *_renamed_shards(last, from_last)]
+    embedding, head, norm = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+    of_last = {norm: norm, head: head} | ({embedding: head} if last_config.tie_word_embeddings else {})
+    shards = _renamed_shards(first, "first", range(first_layers), {embedding: embedding})
+    shards += _renamed_shards(last, "last", range(skipped, skipped + last_layers), of_last)
     with torch.device("meta"):
         missing = set(modeling_split_llama.SplitLlamaForCausalLM(config).state_dict()) - {"model.adapter.weight"}
     missing -= {renamed for names in shards for renamed in names.renamed.values()}
@@ -117,17 +104,22 @@ def _llama_config(folder: Path, num_layers: int) -> LlamaConfig:
     return config
 
 
-def _renamed_shards(folder: Path, rename: Callable[[str], str | None]) -> list[Shard]:
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ValueError(f"{folder} has no .safetensors files; convert it with save_pretrained first")
+def _renamed_shards(folder: Path, part: str, layers: range, kept: dict[str, str]) -> list[Shard]:
+    """Return the shards with new names of the ``kept`` tensors and of those in ``layers``, for a part of the model."""
     shards = []
-    for path in paths:
+    for path in sorted(folder.glob("*.safetensors")):
+        renamed = {}
         with safe_open(path, framework="pt") as source:
-            names = {name: new for name in source.keys() if (new := rename(name)) is not None}  # noqa: SIM118
-        if names:
-            shards.append(Shard(path, names))
-    return shards
+            for name in source.keys():  # noqa: SIM118
+                layer = re.match(r"model\.layers\.(\d+)\.(.+)", name)
+                if layer and int(layer[1]) in layers:
+                    renamed[name] = f"model.{part}.layers.{int(layer[1]) - layers.start}.{layer[2]}"
+                elif name in kept:
+                    renamed[name] = kept[name]
+        shards.append(Shard(path, renamed))
+    if not shards:
+        raise ValueError(f"{folder} has no .safetensors files; convert it with save_pretrained first")
+    return [shard for shard in shards if shard.renamed]
 
 
 def _write(output: Path, shards: list[Shard], extra: dict[str, torch.Tensor]) -> int:

@@ -25,7 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections import namedtuple
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,8 @@ from benchmarks.actor_engines import (
     shared_model,
 )
 from benchmarks.batches import make_batch
-from benchmarks.common import environment, pinned_copies, with_ratios, write_csv
+from benchmarks.common import environment, pinned_copies, print_table, with_ratios, write_csv
 from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDict
 from torch import _dynamo
 from torch._dynamo.utils import counters
@@ -64,43 +64,23 @@ SECONDS = ("seconds_q1", "seconds_median", "seconds_q3")
 ROW_METRICS = ("computed_tokens", "patches", "host_gib")
 
 
-@dataclass(frozen=True)
-class Row:
+COLUMNS = """
+model case path kernel phase fits seconds_median seconds_q1 seconds_q3 speedup flop_bound peak_gib host_gib level
+memory_ratio total_tokens computed_tokens patches total_patches computed_tflops_per_s slowest_over_mean graphs_compiled
+layers_compiled world_size device driver versions options commit
+"""
+SHOWN = """
+case path kernel phase seconds_median seconds_q1 seconds_q3 speedup flop_bound peak_gib memory_ratio level host_gib
+computed_tflops_per_s slowest_over_mean patches
+"""
+
+
+class Row(namedtuple("Row", COLUMNS)):
     """One measurement: seconds of the slowest rank, memory of the largest; NaN if it did not fit.
 
     ``slowest_over_mean`` compares FLOPs of ranks, since FSDP makes their times equal. ``graphs_compiled`` counts the
     path's graphs so far; ``layers_compiled`` is the outcome of ``prefix_grouper.compile_layers``.
     """
-
-    model: str
-    case: str
-    path: str
-    kernel: str
-    phase: str
-    fits: bool
-    seconds_median: float
-    seconds_q1: float
-    seconds_q3: float
-    speedup: float
-    flop_bound: float
-    peak_gib: float
-    host_gib: float
-    level: str
-    memory_ratio: float
-    total_tokens: int
-    computed_tokens: float
-    patches: float
-    total_patches: int
-    computed_tflops_per_s: float
-    slowest_over_mean: float
-    graphs_compiled: int
-    layers_compiled: bool
-    world_size: int
-    device: str
-    driver: str
-    versions: str
-    options: str
-    commit: str
 
 
 def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> dict[str, Any]:
@@ -207,7 +187,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench_actor_") as folder:
         rows = run(args, shared_model(args, folder))
     if dist.get_rank() == 0:
-        report(rows, args.csv)
+        if args.csv:
+            write_csv(rows, args.csv)
+        print_table(sorted(rows, key=lambda row: (row.case, row.phase, not row.path.startswith("rmpad"))), SHOWN)
     if torch.cuda.is_available():
         rates = [""] * dist.get_world_size()
         dist.barrier()  # ranks copy at the same time
@@ -309,38 +291,6 @@ def _num_plain_tokens(config: Any) -> int:
     """Return the number of token ids below the first image or video mark."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return min(config.get_text_config().vocab_size, *(getattr(config, name, 1 << 31) for name in names))
-
-
-def report(rows: list[Row], path: Path | None) -> None:
-    if path:
-        write_csv(rows, path)
-    table = Table(
-        *("case", "path", "phase", "median s", "quartiles", "speed-up", "bound", "GiB", "ratio", "level", "host GiB"),
-        *("TFLOP/s", "slow"),
-        *(["patches"] if any(row.total_patches for row in rows) else []),
-    )
-    for row in sorted(rows, key=lambda row: (row.case, row.phase, not row.path.startswith("rmpad"))):
-        table.add_row(
-            row.case,
-            row.path if row.kernel == "stock" else f"{row.path} {row.kernel}{', compiled' * row.layers_compiled}",
-            row.phase,
-            f"{row.seconds_median:.4f}" if row.fits else "out of memory",
-            f"{row.seconds_q1:.4f}..{row.seconds_q3:.4f}",
-            f"{row.speedup:.2f}",
-            f"{row.flop_bound:.2f}",
-            f"{row.peak_gib:.1f}",
-            f"{row.memory_ratio:.2f}",
-            row.level,
-            f"{row.host_gib:.1f}",
-            f"{row.computed_tflops_per_s:.2f}",
-            f"{row.slowest_over_mean:.3f}",
-            *([str(row.patches)] if any(row.total_patches for row in rows) else []),
-        )
-    console = Console(width=150)
-    console.print(table)
-    if rows:
-        row = rows[0]
-        console.print(f"{row.device}, driver {row.driver}, {row.versions}, {row.options}, commit {row.commit}")
 
 
 if __name__ == "__main__":

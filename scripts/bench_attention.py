@@ -17,14 +17,14 @@ import gc
 import statistics
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.common import environment, write_csv
+from benchmarks.common import environment, print_table, write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -40,29 +40,15 @@ Tensors = tuple[torch.Tensor, ...]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One path in one case; times in milliseconds, both = forward + backward."""
+COLUMNS = """
+case path shape dtype forward_ms both_ms both_min_ms both_max_ms speedup bound tflops_per_s peak_gib error error_ratio
+repeats device driver versions commit
+"""
+SHOWN = "case path forward_ms both_ms speedup bound tflops_per_s peak_gib error_ratio"
 
-    case: str
-    path: str
-    shape: str
-    dtype: str
-    forward_ms: float
-    both_ms: float
-    both_min_ms: float
-    both_max_ms: float
-    speedup: float
-    bound: float
-    tflops_per_s: float
-    peak_gib: float
-    error: float
-    error_ratio: float
-    repeats: int
-    device: str
-    driver: str
-    versions: str
-    commit: str
+
+class Row(namedtuple("Row", COLUMNS)):
+    """One path in one case; times in milliseconds, both = forward + backward."""
 
 
 def _groups(prompt: int, response: int, n: int, groups: int = 1) -> list[np.ndarray]:
@@ -212,32 +198,27 @@ def run_case(case: str, args: argparse.Namespace) -> list[Row]:
         forward = time_ms(path.forward, args.repeats, args.device)
         middle = statistics.median(both)
         base = base or {"pairs": path.pairs, "both": middle, "errors": errors}
-        row = Row(
-            case=case,
-            path=name,
-            shape=f"{args.heads}/{args.kv_heads} heads of {args.head_dim}",
-            dtype=args.dtype,
-            forward_ms=statistics.median(forward),
-            both_ms=middle,
-            both_min_ms=min(both),
-            both_max_ms=max(both),
-            speedup=base["both"] / middle,
-            bound=base["pairs"] / path.pairs,
-            # 4 operations per pair, head and dim forward, 10 backward.
-            tflops_per_s=14 * path.pairs * args.heads * args.head_dim / middle / 1e9,
-            peak_gib=peak,
-            error=max(errors, default=float("nan")),
-            error_ratio=max((a / b for a, b in zip(errors, base["errors"], strict=True)), default=float("nan")),
-            repeats=len(both),
-            **environment(),
+        rows.append(
+            Row(
+                case=case,
+                path=name,
+                shape=f"{args.heads}/{args.kv_heads} heads of {args.head_dim}",
+                dtype=args.dtype,
+                forward_ms=statistics.median(forward),
+                both_ms=middle,
+                both_min_ms=min(both),
+                both_max_ms=max(both),
+                speedup=base["both"] / middle,
+                bound=base["pairs"] / path.pairs,
+                # 4 operations per pair, head and dim forward, 10 backward.
+                tflops_per_s=14 * path.pairs * args.heads * args.head_dim / middle / 1e9,
+                peak_gib=peak,
+                error=max(errors, default=float("nan")),
+                error_ratio=max((a / b for a, b in zip(errors, base["errors"], strict=True)), default=float("nan")),
+                repeats=len(both),
+                **environment(),
+            )
         )
-        rows.append(row)
-        sys.stdout.write(
-            f"{case:18} {row.path:25} forward {row.forward_ms:9.3f} ms, both {middle:9.3f} ms, {row.speedup:.3f}x "
-            f"of a bound of {row.bound:.2f}x, {row.tflops_per_s:.0f} TFLOP/s, {row.peak_gib:.2f} GiB, "
-            f"error {row.error_ratio:.3f}x\n"
-        )
-        sys.stdout.flush()
     return rows
 
 
@@ -260,6 +241,7 @@ def main() -> int:
     rows: list[Row] = []
     for case in args.cases:
         rows += run_case(case, args)
+        print_table(rows[-len(args.paths) :], SHOWN)
         if args.csv:
             write_csv(rows, args.csv)  # after every case, for interrupted runs
     return 0

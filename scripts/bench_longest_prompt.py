@@ -12,8 +12,8 @@ GPU.
 import argparse
 import sys
 import tempfile
+from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +37,13 @@ from torch import distributed as dist
 console = Console(width=150)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One update; seconds and peak GiB are NaN if it did not fit."""
+COLUMNS = """
+model path prompt response n fits seconds peak_gib host_gib level memory_gib device driver versions commit
+"""
 
-    model: str
-    path: str
-    prompt: int
-    response: int
-    n: int
-    fits: bool
-    seconds: float
-    peak_gib: float
-    host_gib: float
-    level: str
-    memory_gib: float
-    device: str
-    driver: str
-    versions: str
-    commit: str
+
+class Row(namedtuple("Row", COLUMNS)):
+    """One update; seconds and peak GiB are NaN if it did not fit."""
 
 
 def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namespace, vocab_size: int) -> Row:

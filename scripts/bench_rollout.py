@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchmarks.common import environment, write_csv
+from benchmarks.common import environment, print_table, write_csv
 from benchmarks.shapes import SHAPES, config_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -31,23 +31,13 @@ from verl_pg_plugin.rollout import SHARED_DECODE, register_with_vllm
 MODES = ("stock", "shared")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One mode in one case; seconds are medians."""
+COLUMNS = """
+case mode shape prefill_s total_s total_min_s total_max_s tokens_per_s speedup device driver versions commit
+"""
 
-    case: str
-    mode: str
-    shape: str
-    prefill_s: float
-    total_s: float
-    total_min_s: float
-    total_max_s: float
-    tokens_per_s: float
-    speedup: float
-    device: str
-    driver: str
-    versions: str
-    commit: str
+
+class Row(namedtuple("Row", COLUMNS)):
+    """One mode in one case; seconds are medians."""
 
 
 class Case(NamedTuple):
@@ -104,10 +94,14 @@ def main() -> None:
         first = statistics.median(total for _, total in seconds[case, args.modes[0]])
         totals = [total for _, total in times]
         rows.append(
-            Row(case, mode, args.model_shape, round(prefill, 3), round(total, 3), round(min(totals), 3),
-                round(max(totals), 3), round(Case.parse(case).num_generated / total), round(first / total, 3), **where)
-        )  # fmt: skip
-        sys.stdout.write(f"{case} {mode}: {total:.2f} s, prefill {prefill:.2f} s, {first / total:.2f}x\n")
+            Row(
+                *(case, mode, args.model_shape),
+                *(round(value, 3) for value in (prefill, total, min(totals), max(totals))),
+                *(round(Case.parse(case).num_generated / total), round(first / total, 3)),
+                **where,
+            )
+        )
+    print_table(rows, "case mode prefill_s total_s tokens_per_s speedup")
     write_csv(rows, args.csv)
 
 

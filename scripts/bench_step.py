@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import environment, with_ratios, write_csv
+from benchmarks.common import environment, print_table, with_ratios, write_csv
 from benchmarks.shapes import SHAPES
 from benchmarks.step_inputs import make_checkpoint, make_prompts, word_tokenizer
-from benchmarks.step_metrics import StepRow, rows_of_run, table_of
+from benchmarks.step_metrics import StepRow, rows_of_run
 from benchmarks.step_runs import FEW_PROCESSES, REPOSITORY, ScriptRun, train
 from rich.console import Console
 
@@ -41,6 +41,7 @@ EXAMPLES = {
 }
 AGENT_EXAMPLE = "run_qwen3_agent_pg.sh"
 TOKENS_BETWEEN_TURNS = 16
+SHOWN = "case mode phase seconds_median seconds_min seconds_max speedup peak_gib tokens_per_s_per_gpu dedup_ratio"
 console = Console(width=150, markup=False, highlight=False)
 
 
@@ -181,7 +182,7 @@ def main() -> int:
         rows = with_ratios([*rows, *rows_of_run(steps, {**description, **about})], "mode")
         if rows:
             write_csv(rows, args.output_dir / "bench_step.csv")
-    console.print(table_of(rows))
+    print_table(rows, SHOWN)
     for failure in failures:
         console.print(f"FAILED {failure}")
     return 1 if failures else 0

@@ -59,7 +59,7 @@ def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str]
         axes.text(value, at, f" {note}", va="center")
     axes.set_ylim(len(names) - 0.6, -0.8)
     axes.set_yticks([])
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
 
 
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
@@ -163,19 +163,24 @@ def where_it_comes_from() -> plt.Figure:
     return axes.figure
 
 
+MODES = {"rmpad": ("stock verl", STOCK), "packed": ("packed", OURS)}
+
+
+def runs_of(name: str, mode: str, metric: str) -> np.ndarray:
+    """Return a metric (seeds, steps) of the three runs of a mode."""
+    return np.array([[float(row[metric]) for row in rows_of(name, mode=mode, seed=seed)] for seed in "123"])
+
+
 def reward_over_time() -> plt.Figure:
     """Draw the rewards of three seeds by seconds of training, without the first step, which starts processes."""
     figure, (axes,) = new_axes(4.2)
-    for mode, color in (("rmpad", STOCK), ("packed", OURS)):
-        for seed in "123":
-            steps = rows_of("learning_cpu", mode=mode, seed=seed)[1:]
-            seconds = np.cumsum([float(step["step_s"]) for step in steps])
-            rewards = np.convolve([float(step["reward"]) for step in steps], np.full(5, 0.2), "valid")
-            label = "stock verl" if mode == "rmpad" else mode
-            axes.plot(seconds[4:], rewards, color=color, linewidth=2, label=label if seed == "1" else None)
+    for mode, (label, color) in MODES.items():
+        seconds = np.cumsum(runs_of("learning_cpu", mode, "step_s")[:, 1:], axis=1)
+        for seed, rewards in enumerate(runs_of("learning_cpu", mode, "reward")[:, 1:]):
+            means = np.convolve(rewards, np.full(5, 0.2), "valid")
+            axes.plot(seconds[seed, 4:], means, color=color, linewidth=2, label=None if seed else label)
     axes.set_xlabel(f"seconds of training: tiny Qwen3, two CPU cores, {RUNS}")
     axes.set_ylabel("reward, mean of 5 steps")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return figure
 
@@ -201,22 +206,17 @@ def memory() -> plt.Figure:
 def learning_cpu() -> plt.Figure:
     """Every run's metrics by step, a colour for each seed, on the band of the rmpad runs."""
     titles = {"reward": "reward", "kl": "KL loss to the reference", "entropy": "entropy", "grad_norm": "gradient norm"}
-    seeds = sorted({row["seed"] for row in rows_of("learning_cpu")})
+    styles = {"rmpad": {"linewidth": 3, "alpha": 0.35}, "packed": {"linewidth": 1.5, "linestyle": "--"}}
     figure, panels = new_axes(10, len(titles))
     for axes, (metric, title) in zip(panels, titles.items(), strict=True):
-        runs = {
-            (mode, seed): [float(row[metric]) for row in rows_of("learning_cpu", mode=mode, seed=seed)]
-            for mode in ("rmpad", "packed")
-            for seed in seeds
-        }
-        stock = list(zip(*(line for (mode, _), line in runs.items() if mode == "rmpad"), strict=True))
-        axes.fill_between(range(1, len(stock) + 1), list(map(min, stock)), list(map(max, stock)), color="0.9")
-        for (mode, seed), line in runs.items():
-            style = {"linewidth": 3, "alpha": 0.35} if mode == "rmpad" else {"linewidth": 1.5, "linestyle": "--"}
-            label = f"{mode}, seed {seed}" if axes is panels[0] else None
-            axes.plot(range(1, len(line) + 1), line, color=f"C{seed}", label=label, **style)
+        stock = runs_of("learning_cpu", "rmpad", metric)
+        steps = range(1, stock.shape[1] + 1)
+        axes.fill_between(steps, stock.min(0), stock.max(0), color="0.9")
+        for mode, style in styles.items():
+            for seed, line in enumerate(runs_of("learning_cpu", mode, metric), start=1):
+                label = f"{mode}, seed {seed}" if axes is panels[0] else None
+                axes.plot(steps, line, color=f"C{seed}", label=label, **style)
         axes.set_title(title, loc="left", weight="bold")
-        axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("training step; grey: from the lowest to the highest rmpad run")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return figure
@@ -225,18 +225,14 @@ def learning_cpu() -> plt.Figure:
 def learning_gpu() -> plt.Figure:
     """Draw rewards and KL by step with vLLM: each mode's mean and range over seeds."""
     figure, panels = new_axes(5.5, 2)
-    for axes, (metric, title) in zip(
-        panels, {"reward": "reward", "kl": "KL loss to the reference"}.items(), strict=True
-    ):
-        for mode, color in (("rmpad", STOCK), ("packed", OURS)):
-            runs = np.array(
-                [[float(row[metric]) for row in rows_of("learning_gpu", mode=mode, seed=seed)] for seed in "123"]
-            )
+    titles = {"reward": "reward", "kl": "KL loss to the reference"}
+    for axes, (metric, title) in zip(panels, titles.items(), strict=True):
+        for mode, (label, color) in MODES.items():
+            runs = runs_of("learning_gpu", mode, metric)
             steps = range(1, runs.shape[1] + 1)
             axes.fill_between(steps, runs.min(0), runs.max(0), color=color, alpha=0.3, linewidth=0)
-            axes.plot(steps, runs.mean(0), color=color, linewidth=2, label="stock verl" if mode == "rmpad" else mode)
+            axes.plot(steps, runs.mean(0), color=color, linewidth=2, label=label)
         axes.set_title(title, loc="left", weight="bold")
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False)
     panels[-1].set_xlabel(f"training step: tiny Qwen3, one H200, vLLM, {RUNS}")
     return figure

@@ -14,7 +14,7 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import dataclass
+from collections import namedtuple
 from itertools import product
 from pathlib import Path
 
@@ -33,25 +33,6 @@ PROMPTS_PER_STEP = 16
 console = Console(width=150, markup=False, highlight=False)
 
 
-@dataclass(frozen=True)
-class LearningStep:
-    """One training step. ``kl`` is verl's KL loss to the reference policy (low-variance estimator, nats)."""
-
-    mode: str
-    seed: int
-    step: int
-    reward: float
-    kl: float
-    entropy: float
-    grad_norm: float
-    rollout_actor_corr: float
-    rollout_actor_max_diff: float
-    rollout_log_ppl: float
-    response_tokens: float
-    dedup_ratio: float | None
-    step_s: float
-
-
 METRICS = {
     "reward": "critic/score/mean",
     "kl": "actor/kl_loss",
@@ -61,9 +42,13 @@ METRICS = {
     "rollout_actor_max_diff": "training/rollout_probs_diff_max",
     "rollout_log_ppl": "rollout_corr/rollout_log_ppl",  # of the sampled tokens
     "response_tokens": "response_length/mean",
+    "dedup_ratio": "actor/prefix_grouper/dedup_ratio",
     "step_s": "timing_s/step",
 }
-DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
+
+
+class LearningStep(namedtuple("LearningStep", ("mode", "seed", "step", *METRICS))):
+    """One training step. ``kl`` is verl's KL loss to the reference policy (low-variance estimator, nats)."""
 
 
 def run_of(mode: str, seed: int, args: argparse.Namespace, device: str) -> ScriptRun:
@@ -89,14 +74,8 @@ def run_of(mode: str, seed: int, args: argparse.Namespace, device: str) -> Scrip
 def curve_of(metrics: Path, mode: str, seed: int) -> list[LearningStep]:
     """Return the finished steps of a run; a missing metric is an error."""
     return [
-        LearningStep(
-            mode=mode,
-            seed=seed,
-            step=int(step["training/global_step"]),
-            dedup_ratio=step.get(DEDUP_RATIO),
-            **{name: step[key] for name, key in METRICS.items()},
-        )
-        for step in read_steps(metrics)
+        LearningStep(mode, seed, int(step["training/global_step"]), *(step[key] for key in METRICS.values()))
+        for step in ({METRICS["dedup_ratio"]: None, **step} for step in read_steps(metrics))
     ]
 
 

@@ -15,7 +15,7 @@ from verl_pg_plugin.demo import write_data
 
 
 def make_arithmetic_data(output_dir: Path, *, test_size: int = 5, repeat: int = 32) -> tuple[Path, Path]:
-    """Write both files, train questions ``repeat`` times each; FileExistsError if the folder is not empty."""
+    """Write both files, train questions ``repeat`` times each; SystemExit if the folder is not empty."""
     with whole_directory(output_dir) as scratch:
         write_data(scratch, test_size=test_size, repeat=repeat)
     return output_dir / "train.parquet", output_dir / "test.parquet"
@@ -24,10 +24,7 @@ def make_arithmetic_data(output_dir: Path, *, test_size: int = 5, repeat: int = 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    try:
-        train, test = make_arithmetic_data(parser.parse_args().output_dir)
-    except FileExistsError as error:
-        parser.exit(1, f"error: {error}\n")
+    train, test = make_arithmetic_data(parser.parse_args().output_dir)
     sys.stdout.write(f"{train}\n{test}\n")
 
 

@@ -21,9 +21,10 @@ import datasets
 import numpy as np
 import torch
 import transformers
+from benchmarks.shapes import qwen3_vl, text_sizes
 from data.whole_directory import whole_directory
 from PIL import Image
-from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil
 
 from verl_pg_plugin.cpu.images import Qwen3VLProcessor
 from verl_pg_plugin.demo import END, character_tokenizer
@@ -76,7 +77,7 @@ def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
 
 
 def make_image_data(output_dir: Path) -> Path:
-    """Write both files to ``output_dir`` and return it; FileExistsError if it is not empty."""
+    """Write both files to ``output_dir`` and return it; SystemExit if it is not empty."""
     rng = random.Random(0)
     with whole_directory(output_dir) as scratch:
         for split, size in (("train", 256), ("test", 32)):
@@ -101,44 +102,20 @@ def tiny_processor(for_vllm: bool = False) -> transformers.Qwen3VLProcessor:
 
 def tiny_vision_model(tokenizer: Any, for_vllm: bool = False) -> PreTrainedModel:
     """Return a random float32 model: 2 layers of width 96, an encoder of 2 blocks of width 48 (128 for vLLM)."""
-    head_dim, tower_hidden, sections = (64, 128, [12, 10, 10]) if for_vllm else (24, 48, [4, 4, 4])
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _MARKS.items()}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, "mrope_interleaved": True}
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": head_dim,
-        "max_position_embeddings": 1024,
-        "rope_parameters": rope,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    encoder = {
-        "depth": 2,
-        "hidden_size": tower_hidden,
-        "intermediate_size": 2 * tower_hidden,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": FRAMES,
-        "out_hidden_size": 96,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    }
-    config = Qwen3VLConfig(text_config=text, vision_config=encoder, tie_word_embeddings=False, dtype="float32", **ids)
-    return AutoModelForImageTextToText.from_config(config)
-
-
-_MARKS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": VISION_START,
-    "vision_end_token_id": VISION_END,
-}
+    head_dim, width, sections = (64, 128, [12, 10, 10]) if for_vllm else (24, 48, [4, 4, 4])
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = qwen3_vl(
+        text_sizes(len(tokenizer), 96, 192, 2, 4, 2, head_dim, max_position_embeddings=1024, **ends),
+        sections,
+        1e4,
+        tokenizer.convert_tokens_to_ids([VISION_START, VISION_END, IMAGE, VIDEO]),
+        (2, width, 2 * width, 2, PATCH, 96),
+        spatial_merge_size=MERGE,
+        temporal_patch_size=FRAMES,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[0],
+    )
+    return AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config, dtype="float32"))
 
 
 def warm_up(model: Any, processor: transformers.Qwen3VLProcessor, steps: int, rng: random.Random) -> None:
@@ -166,7 +143,7 @@ def _prompt(processor: transformers.Qwen3VLProcessor, question: str) -> str:
 
 
 def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 60, for_vllm: bool = False) -> Path:
-    """Write model, tokenizer and processor to ``output_dir`` and return it; FileExistsError if it is not empty."""
+    """Write model, tokenizer and processor to ``output_dir`` and return it; SystemExit if it is not empty."""
     torch.manual_seed(0)
     processor = tiny_processor(for_vllm)
     model = tiny_vision_model(processor.tokenizer, for_vllm)
@@ -189,13 +166,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, metavar="DIR")
     parser.add_argument("--for-vllm", action="store_true", help="for training on a GPU")
     args = parser.parse_args()
-    try:
-        if args.data:
-            sys.stdout.write(f"{make_image_data(args.data)}\n")
-        if args.model:
-            sys.stdout.write(f"{make_tiny_vision_checkpoint(args.model, for_vllm=args.for_vllm)}\n")
-    except FileExistsError as error:
-        parser.exit(1, f"error: {error}\n")
+    if args.data:
+        sys.stdout.write(f"{make_image_data(args.data)}\n")
+    if args.model:
+        sys.stdout.write(f"{make_tiny_vision_checkpoint(args.model, for_vllm=args.for_vllm)}\n")
 
 
 if __name__ == "__main__":

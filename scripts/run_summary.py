@@ -28,12 +28,6 @@ TIMING = "timing_s/"
 PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights", "step")
 
 
-def read_loggers(config_path: Path) -> list[str]:
-    """Return the names in ``trainer.logger`` of a saved Hydra config."""
-    loggers = OmegaConf.load(config_path).trainer.logger
-    return [loggers] if isinstance(loggers, str) else list(loggers)
-
-
 def summarize(steps: list[dict[str, Any]], mode: str) -> dict[str, Any]:
     """Return the summary of a run as a dict for JSON."""
 
@@ -60,21 +54,18 @@ def summarize(steps: list[dict[str, Any]], mode: str) -> dict[str, Any]:
     }
 
 
-def describe(summary: dict[str, Any]) -> list[str]:
+def describe(summary: dict[str, Any]) -> str:
     """Return the summary as lines of text: rewards, saved tokens, times."""
-    lines = [
-        f"{summary['mode']} mode, {summary['steps']} steps: "
-        f"reward {summary['reward_first']:.3f} at first, {summary['reward_last']:.3f} at last"
-    ]
+    lines = ["{mode} mode, {steps} steps: reward {reward_first:.3f} at first, {reward_last:.3f} at last"]
     if summary["tokens_saved"] is not None:
         lines.append(
-            f"shared prefixes: {summary['tokens_saved']:,} tokens a mini-batch never computed "
-            f"({summary['tokens_saved_fraction']:.0%}), dedup ratio {summary['dedup_ratio']:.2f}"
+            "shared prefixes: {tokens_saved:,} tokens a mini-batch never computed ({tokens_saved_fraction:.0%}), "
+            "dedup ratio {dedup_ratio:.2f}"
         )
-    times = [(name, summary[f"time_{name}"]) for name in PHASES if summary[f"time_{name}"] is not None]
-    if times:
-        lines.append("median seconds: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in times))
-    return lines
+    timed = [name for name in PHASES if summary[f"time_{name}"] is not None]
+    if timed:
+        lines.append("median seconds: " + ", ".join(f"{name} {{time_{name}:.2f}}" for name in timed))
+    return "\n".join(lines).format(**summary)
 
 
 def main() -> None:
@@ -82,21 +73,15 @@ def main() -> None:
     parser.add_argument("metrics", type=Path)
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args()
-    try:
-        loggers = read_loggers(args.config)
-        if "file" not in loggers:
-            sys.stdout.write(
-                f'no run summary: trainer.logger={loggers} writes no metrics to a file; add "file" to it\n'
-            )
-            return
-        steps = read_steps(args.metrics)
-        if not steps:
-            raise ValueError(f'{args.metrics} holds no training step; train with trainer.logger=["console","file"]')
-        summary = summarize(steps, mode_of(OmegaConf.load(args.config)).value)
-    except (ValueError, FileNotFoundError) as error:
-        parser.exit(1, f"error: {error}\n")
-    lines = [*describe(summary), f"run summary: {json.dumps(summary)}"]
-    sys.stdout.write("".join(line + "\n" for line in lines))
+    config, steps = OmegaConf.load(args.config), read_steps(args.metrics)
+    loggers = config.trainer.logger
+    if "file" not in ([loggers] if isinstance(loggers, str) else loggers):
+        sys.stdout.write(f'no run summary: trainer.logger={loggers} writes no metrics to a file; add "file" to it\n')
+        return
+    if not steps:
+        sys.exit(f'error: {args.metrics} holds no training step; train with trainer.logger=["console","file"]')
+    summary = summarize(steps, mode_of(config).value)
+    sys.stdout.write(f"{describe(summary)}\nrun summary: {json.dumps(summary)}\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Environment columns and CSV output of all benchmarks."""
+"""Environment columns, CSV files and tables of all benchmarks. A row is a named tuple of its columns."""
 
 import csv
 import os
 import subprocess
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from verl_pg_plugin.compat import installed
 
@@ -50,16 +52,24 @@ def _commit() -> str:
     return git.stdout.strip() or "unknown"
 
 
-def write_csv(rows: list[Any], path: Path) -> None:
-    """Write ``rows``, dataclass instances of one type; replace the file."""
+def write_csv(rows: Sequence[Any], path: Path) -> None:
+    """Write ``rows``, named tuples of one type; replace the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        csv.writer(file).writerows([rows[0]._fields, *rows])
 
 
-def with_ratios(rows: list[Any], column: str) -> list[Any]:
+def print_table(rows: Sequence[Any], columns: str) -> None:
+    """Print some columns of named tuples, numbers with four digits."""
+    names = columns.split()
+    table = Table(*names)
+    for row in rows:
+        values = [getattr(row, name) for name in names]
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
+    Console(width=200, markup=False, highlight=False).print(table)
+
+
+def with_ratios(rows: Sequence[Any], column: str) -> list[Any]:
     """Return the rows with ``speedup`` and ``memory_ratio`` over rmpad of their model, case, phase and strategy.
 
     ``column`` has the row's mode, with the strategy after a slash if that is not fsdp2.
@@ -74,6 +84,6 @@ def with_ratios(rows: list[Any], column: str) -> list[Any]:
         if base := by_mode.get(key(row, f"rmpad{strategy}")):
             speedup = base.seconds_median / row.seconds_median if row.seconds_median else row.speedup
             memory_ratio = row.peak_gib / base.peak_gib if base.peak_gib else row.memory_ratio
-            row = replace(row, speedup=speedup, memory_ratio=memory_ratio)
+            row = row._replace(speedup=speedup, memory_ratio=memory_ratio)
         result.append(row)
     return result

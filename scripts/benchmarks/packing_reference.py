@@ -16,18 +16,15 @@ def segment_sum_by_row(values: torch.Tensor, segment_ids: torch.Tensor, num_segm
 def group_by_loop(samples: Sequence[Mapping[str, Any]], pack_num: int, seq_length: int) -> list[list[Any]]:
     """Pack greedily, one sample at a time; arguments as in `create_pack_group`."""
     packs: list[list[Any]] = []
-    current: list[Any] = []
     occupied = 0
     for sample in samples:
         length = sample["response_end_index"] - sample["prompt_start_idx"] + 2
-        missing = pack_num - len(current) - 1
-        if current and (len(current) == pack_num or occupied + length + missing > seq_length):
-            packs.append(current)
-            current, occupied = [], 0
-        current.append(sample)
-        occupied += length
-    if current:
-        packs.append(current)
+        if packs and len(packs[-1]) < pack_num and occupied + length + pack_num - len(packs[-1]) - 1 <= seq_length:
+            packs[-1].append(sample)
+            occupied += length
+        else:
+            packs.append([sample])
+            occupied = length
     return packs
 
 
@@ -70,12 +67,9 @@ def samples_by_row(
     """Return the samples of a (bs, seq) batch that have a prompt and a response."""
     samples = []
     for row, advantage in enumerate(advantages.reshape(-1)):
-        prompt = np.nonzero(prompts_mask[row])[0]
-        response = np.nonzero(responses_mask[row])[0]
-        if len(prompt) == 0 or len(response) == 0:
-            continue
-        samples.append(
-            {
+        prompt, response = (np.nonzero(mask[row])[0] for mask in (prompts_mask, responses_mask))
+        if len(prompt) and len(response):
+            sample = {
                 "prompt_completion_ids": prompt_completion_ids[row],
                 "prompt_mask": prompts_mask[row],
                 "response_mask": responses_mask[row],
@@ -83,23 +77,13 @@ def samples_by_row(
                 "prompt_start_idx": prompt[0],
                 "response_end_index": response[-1],
             }
-        )
+            samples.append(sample)
     return samples
 
 
 def pack_batch_by_row(
-    prompt_completion_ids: np.ndarray,
-    prompts_mask: np.ndarray,
-    responses_mask: np.ndarray,
-    advantages: np.ndarray,
-    pack_num: int = 1,
-    *,
-    seq_length: int,
-    pad_token_id: int,
+    *batch: np.ndarray, pack_num: int = 1, seq_length: int, pad_token_id: int
 ) -> list[dict[str, np.ndarray]]:
     """Pack a batch; arguments as in `pack_grpo_data`."""
-    samples = samples_by_row(prompt_completion_ids, prompts_mask, responses_mask, advantages)
-    return [
-        pack_by_sample(pack, pack_num, seq_length=seq_length, pad_token_id=pad_token_id)
-        for pack in group_by_loop(samples, pack_num, seq_length)
-    ]
+    packs = group_by_loop(samples_by_row(*batch), pack_num, seq_length)
+    return [pack_by_sample(pack, pack_num, seq_length=seq_length, pad_token_id=pad_token_id) for pack in packs]

@@ -1,5 +1,6 @@
 """Model sizes for benchmarks, as fields of transformers' configs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,24 +14,20 @@ MARKS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "vide
 VISION = ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "out_hidden_size")
 
 
-def _text(*sizes: int, **more: Any) -> dict[str, Any]:
+def text_sizes(*sizes: int, **more: Any) -> dict[str, Any]:
+    """Return the fields of a text model, given the sizes in the order of ``FIELDS``."""
     return {**dict(zip(FIELDS, sizes, strict=True)), **more}
 
 
-def _qwen3_vl(
-    text: dict[str, Any],
-    sections: list[int],
-    theta: float,
-    marks: range | tuple[int, ...],
-    vision: tuple[int, ...],
-    **more: Any,
+def qwen3_vl(
+    text: dict[str, Any], sections: list[int], theta: float, marks: Sequence[int], vision: Sequence[int], **more: Any
 ) -> dict[str, Any]:
+    """Return the config of a Qwen3-VL: token ids in the order of ``MARKS``, and an encoder in that of ``VISION``."""
     rope = {"rope_type": "default", "rope_theta": theta, "mrope_interleaved": True, "mrope_section": sections}
-    encoder = {**dict(zip(VISION, vision, strict=True)), **more}
     return {
         "model_type": "qwen3_vl",
         "text_config": {**text, "rope_parameters": rope},
-        "vision_config": encoder,
+        "vision_config": {**dict(zip(VISION, vision, strict=True)), **more},
         **dict(zip(MARKS, marks, strict=True)),
         "tie_word_embeddings": False,
     }
@@ -47,18 +44,18 @@ HYBRID = {
     "linear_conv_kernel_dim": 4,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _text(512, 128, 384, 4, 4, 2, 32, tie_word_embeddings=True),
-    "qwen3-0.6b": _text(151936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True),
-    "qwen3-4b": _text(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True),
-    "qwen3-8b": _text(151936, 4096, 12288, 36, 32, 8, 128, tie_word_embeddings=False),
-    "qwen3-30b-a3b": _text(
+    "tiny": text_sizes(512, 128, 384, 4, 4, 2, 32, tie_word_embeddings=True),
+    "qwen3-0.6b": text_sizes(151936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True),
+    "qwen3-4b": text_sizes(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True),
+    "qwen3-8b": text_sizes(151936, 4096, 12288, 36, 32, 8, 128, tie_word_embeddings=False),
+    "qwen3-30b-a3b": text_sizes(
         151936, 2048, 6144, 48, 32, 4, 128, model_type="qwen3_moe", tie_word_embeddings=False, **MOE
     ),
-    "gpt-oss-20b": _text(
+    "gpt-oss-20b": text_sizes(
         201088, 2880, 2880, 24, 64, 8, 64, model_type="gpt_oss", num_local_experts=32, tie_word_embeddings=False
     ),
-    "tiny-vl": _qwen3_vl(
-        _text(512, 128, 384, 4, 4, 2, 32),
+    "tiny-vl": qwen3_vl(
+        text_sizes(512, 128, 384, 4, 4, 2, 32),
         [8, 4, 4],
         1e4,
         range(500, 504),
@@ -66,8 +63,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_position_embeddings=64,
         deepstack_visual_indexes=[0],
     ),
-    "qwen3-vl-8b": _qwen3_vl(
-        _text(151936, 4096, 12288, 36, 32, 8, 128),
+    "qwen3-vl-8b": qwen3_vl(
+        text_sizes(151936, 4096, 12288, 36, 32, 8, 128),
         [24, 20, 20],
         5e6,
         (151652, 151653, 151655, 151656),
@@ -75,9 +72,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_position_embeddings=2304,
         deepstack_visual_indexes=[8, 16, 24],
     ),
-    "qwen3.5-9b": _text(248320, 4096, 12288, 32, 16, 4, 256, **HYBRID),
+    "qwen3.5-9b": text_sizes(248320, 4096, 12288, 32, 16, 4, 256, **HYBRID),
     # The same FLOPs in heads of 128, for builds of flash-attn with that limit.
-    "qwen3.5-9b-heads-128": _text(248320, 4096, 12288, 32, 32, 8, 128, **HYBRID),
+    "qwen3.5-9b-heads-128": text_sizes(248320, 4096, 12288, 32, 32, 8, 128, **HYBRID),
 }
 
 

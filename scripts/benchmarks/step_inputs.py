@@ -5,7 +5,6 @@ The tokenizer has a word for every token id, so any sampled id decodes and promp
 
 import random
 from pathlib import Path
-from typing import Any
 
 import datasets
 import torch
@@ -55,27 +54,22 @@ def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype, layers: in
 def chat_of_length(tokenizer: PreTrainedTokenizerBase, length: int, rng: random.Random) -> list[dict[str, str]]:
     """Return a chat of random words that has exactly ``length`` tokens with the generation prompt."""
 
-    def chat(words: list[str]) -> list[dict[str, str]]:
-        return [{"role": "user", "content": " ".join(words)}]
+    def tokens(words: str) -> int:
+        chat = [{"role": "user", "content": words}]
+        return len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
-    def tokens(messages: list[dict[str, str]]) -> int:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return len(tokenizer(text, add_special_tokens=False).input_ids)
-
-    template = tokens(chat([]))
-    if length <= template:
-        raise ValueError(f"a prompt of {length} tokens is too short: the chat template takes {template}")
-    ids = rng.choices(range(len(FIXED_WORDS), len(tokenizer)), k=length - template)
-    messages = chat([f"w{index}" for index in ids])
-    if tokens(messages) != length:
-        raise ValueError(f"the prompt has {tokens(messages)} tokens instead of {length}; is this the word tokenizer?")
-    return messages
+    num_words = length - tokens("")
+    ids = rng.choices(range(len(FIXED_WORDS), len(tokenizer)), k=max(num_words, 0))
+    words = " ".join(f"w{index}" for index in ids)
+    if tokens(words) != length:
+        raise ValueError(f"a prompt of {length} tokens is too short: the chat template takes {length - num_words}")
+    return [{"role": "user", "content": words}]
 
 
 def make_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int, num_prompts: int) -> Path:
     """Write ``num_prompts`` distinct prompts of ``length`` tokens as a parquet file; return its path."""
     rng = random.Random(0)
-    rows: list[dict[str, Any]] = [
+    rows = [
         {
             "data_source": DATA_SOURCE,
             "prompt": chat_of_length(tokenizer, length, rng),

@@ -11,4 +11,6 @@ plt.rcParams.update({"font.size": 12, "figure.facecolor": "white"})
 
 def new_axes(height: float, panels: int = 1) -> tuple[plt.Figure, list[plt.Axes]]:
     figure, axes = plt.subplots(panels, 1, figsize=(WIDTH, height), layout="constrained", squeeze=False)
+    for panel in axes[:, 0]:
+        panel.spines[["top", "right"]].set_visible(False)
     return figure, list(axes[:, 0])
