@@ -36,16 +36,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from benchmarks.actor_cases import PHASES, AnyCase, Case, Work, batch_of_phase, parse_case, samples_of_ranks
-from benchmarks.actor_engines import (
-    EnginePath,
-    add_engine_arguments,
-    build_engine,
-    free_memory,
-    join_process_group,
-    shared_model,
-)
+from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, join_process_group, shared_model
 from benchmarks.batches import make_batch
-from benchmarks.common import environment, pinned_copies, print_table, with_ratios, write_csv
+from benchmarks.common import environment, free_memory, pinned_copies, print_table, with_ratios, write_csv
 from rich.console import Console
 from tensordict import TensorDict
 from torch import _dynamo
@@ -62,8 +55,6 @@ from verl_pg_plugin.skeleton import text_skeleton
 logger = logging.getLogger(__name__)
 SECONDS = ("seconds_q1", "seconds_median", "seconds_q3")
 ROW_METRICS = ("computed_tokens", "patches", "host_gib")
-
-
 COLUMNS = """
 model case path kernel phase fits seconds_median seconds_q1 seconds_q3 speedup flop_bound peak_gib host_gib level
 memory_ratio total_tokens computed_tokens patches total_patches computed_tflops_per_s slowest_over_mean graphs_compiled

@@ -13,7 +13,6 @@ Shapes: T packed tokens, H query heads, G key/value heads, D head size, L tokens
 """
 
 import argparse
-import gc
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.common import environment, print_table, write_csv
+from benchmarks.common import environment, free_memory, print_table, write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -184,8 +183,7 @@ def run_case(case: str, args: argparse.Namespace) -> list[Row]:
     base: dict[str, Any] = {}
     on_gpu = args.device != "cpu"
     for name in sorted(args.paths, key=lambda name: (not name.startswith("alone"), name != "alone:flash_attn_2")):
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
         problem = Problem(case, args)
         path = AttentionPath(name, problem)
         errors = [] if args.no_check else relative_error(path.outcome(), problem.exact())

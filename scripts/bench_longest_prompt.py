@@ -21,16 +21,9 @@ import torch
 import transformers
 from bench_actor import loss_of_phase, run_phase
 from benchmarks.actor_cases import Case
-from benchmarks.actor_engines import (
-    EnginePath,
-    add_engine_arguments,
-    build_engine,
-    free_memory,
-    join_process_group,
-    shared_model,
-)
+from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, join_process_group, shared_model
 from benchmarks.batches import make_batch
-from benchmarks.common import environment, pinned_copies, write_csv
+from benchmarks.common import environment, free_memory, pinned_copies, write_csv
 from rich.console import Console
 from torch import distributed as dist
 

@@ -29,8 +29,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from verl_pg_plugin.rollout import SHARED_DECODE, register_with_vllm
 
 MODES = ("stock", "shared")
-
-
 COLUMNS = """
 case mode shape prefill_s total_s total_min_s total_max_s tokens_per_s speedup device driver versions commit
 """
@@ -52,11 +50,9 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        kind, _, numbers = text.rpartition(":")
-        if kind:
-            return cls(*map(int, numbers.split(",")))
-        prompt, response, n, prompts = map(int, numbers.split(","))
-        return cls(prompt, 0, response, 1, n, prompts)
+        kind, _, lengths = text.rpartition(":")
+        first, second, *others = map(int, lengths.split(","))
+        return cls(first, second, *others) if kind else cls(first, 0, second, 1, *others)
 
     @property
     def num_generated(self) -> int:

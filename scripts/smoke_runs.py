@@ -74,34 +74,25 @@ class SmokeRun:
         return ScriptRun.of_example(self.script, overrides, variables, self.work_dir, self.name)
 
 
-class SmokeError(Exception):
-    """A failed check."""
-
-
-def require(condition: bool, error: str) -> None:
-    if not condition:
-        raise SmokeError(error)
-
-
 def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[str, float]]:
     """Train to the end, check what holds for every run, and return the metrics of the steps."""
     started = run.script_run()
     outcome = run_to_end(started, timeout_s)
-    require(outcome == "ok", outcome)
+    assert outcome == "ok", outcome
     steps = read_steps(started.metrics)
     numbers = [int(step["training/global_step"]) for step in steps]
-    require(numbers == list(range(first_step, run.steps + 1)), f"its steps are {numbers}")
+    assert numbers == list(range(first_step, run.steps + 1)), f"its steps are {numbers}"
     for step in steps:
-        require(step["actor/prefix_grouper/dedup_ratio"] > 2, "shares no prompts")
-        require(step["actor/grad_norm"] > 0, "has no gradient")
+        assert step["actor/prefix_grouper/dedup_ratio"] > 2, "shares no prompts"
+        assert step["actor/grad_norm"] > 0, "has no gradient"
         correlation = step["training/rollout_actor_probs_pearson_corr"]
-        require(correlation > 0.95, f"probabilities of rollout and actor correlate by {correlation:.3f} only")
+        assert correlation > 0.95, f"probabilities of rollout and actor correlate by {correlation:.3f} only"
     text = started.log.read_text(errors="replace")
-    require(text.splitlines()[-1].startswith("run summary: "), "does not end with its summary")
+    assert text.splitlines()[-1].startswith("run summary: "), "does not end with its summary"
     # Failed optional imports may log tracebacks at the start, so only lines after the last step count.
     after_it = text.rpartition(f"step:{run.steps} - ")[2]
     deaths = [line for line in after_it.splitlines() if DEATHS.search(line)]
-    require(not deaths, f"logs {len(deaths)} lines of dying processes, the first: {deaths[0][:150]}" if deaths else "")
+    assert not deaths, f"logs {len(deaths)} lines of dying processes, the first: {deaths[0][:150]}"
     return steps
 
 
@@ -121,16 +112,16 @@ def run_tools(run: SmokeRun, timeout_s: float) -> str:
     )
     killed = replace(run, name="tools-killed", steps=50)
     outcome = run_to_end(killed.script_run(), timeout_s, kill_when=lambda: killed.last_checkpoint is not None)
-    require(outcome == "killed", f"{outcome}, before its first checkpoint")
+    assert outcome == "killed", f"{outcome}, before its first checkpoint"
     saved = run.last_checkpoint
     steps = finish(replace(run, steps=saved + STEPS), timeout_s, first_step=saved + 1)
     turns = max(step["num_turns/max"] for step in steps)
-    require(turns >= 4, f"no response called the tool: at most {turns:.0f} turns")
+    assert turns >= 4, f"no response called the tool: at most {turns:.0f} turns"
     first_line = run.script_run().metrics.read_text().splitlines()[0]
-    require("val-core/arithmetic" in first_line, "did not validate before its first step")
+    assert "val-core/arithmetic" in first_line, "did not validate before its first step"
     events = list((run.work_dir / "tensorboard").glob("events.out.tfevents.*"))
-    require(len(events) == 2, f"TensorBoard has {len(events)} files of two runs")
-    require(run.last_checkpoint == saved + STEPS, f"its last checkpoint is of step {run.last_checkpoint}")
+    assert len(events) == 2, f"TensorBoard has {len(events)} files of two runs"
+    assert run.last_checkpoint == saved + STEPS, f"its last checkpoint is of step {run.last_checkpoint}"
     mean_turns = sum(step["num_turns/mean"] for step in steps) / len(steps)
     return f"killed after step {saved}, resumed at {saved + 1}, {mean_turns:.1f} turns"
 
@@ -156,8 +147,8 @@ def run_critic(run: SmokeRun, timeout_s: float) -> str:
     """Train actor and critic on shared prefixes."""
     steps = finish(replace(run, script="run_qwen3_ppo_pg.sh"), timeout_s)
     for step in steps:
-        require(step["critic/prefix_grouper/dedup_ratio"] > 2, "its critic shares no prompts")
-        require(step["critic/grad_norm"] > 0, "its critic has no gradient")
+        assert step["critic/prefix_grouper/dedup_ratio"] > 2, "its critic shares no prompts"
+        assert step["critic/grad_norm"] > 0, "its critic has no gradient"
     return f"critic's dedup ratio {steps[-1]['critic/prefix_grouper/dedup_ratio']:.1f}"
 
 
@@ -168,7 +159,7 @@ def run_images(run: SmokeRun, timeout_s: float) -> str:
     steps = finish(run, timeout_s)
     for step in steps:
         patches, total = (step[f"actor/prefix_grouper/{name}"] for name in ("patches", "total_patches"))
-        require(total > 2 * patches > 0, f"computes {patches:.0f} patches for {total:.0f}")
+        assert total > 2 * patches > 0, f"computes {patches:.0f} patches for {total:.0f}"
     return f"dedup ratio {steps[-1]['actor/prefix_grouper/dedup_ratio']:.1f}, of patches {total / patches:.1f}"
 
 
@@ -216,7 +207,7 @@ def main() -> int:
         start = time.monotonic()
         try:
             outcome = f"ok      {RUNS[name](run, args.timeout)}"
-        except SmokeError as error:
+        except AssertionError as error:
             failed = True
             outcome = f"FAILED  {error}"
             log = max(run.work_dir.glob(f"{name}*.log"), key=lambda log: log.stat().st_mtime)

@@ -1,7 +1,6 @@
 """Random models and the engines that ``bench_actor.py`` compares."""
 
 import argparse
-import gc
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,13 @@ import transformers
 import verl.checkpoint_engine  # noqa: F401
 from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
-from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from benchmarks.common import free_memory
 from benchmarks.shapes import SHAPES, config_of, remember
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.engine.compiled_layers import compile_layers
@@ -126,12 +126,6 @@ def shared_model(args: argparse.Namespace, folder: str) -> str:
     return names[0]
 
 
-def free_memory() -> None:
-    """Free what deleted engines and models held on the device."""
-    gc.collect()
-    get_torch_device().empty_cache()
-
-
 class _CompiledStock(FSDPEngineWithLMHead):
     def _build_module(self) -> Any:
         module = super()._build_module()
@@ -139,19 +133,8 @@ class _CompiledStock(FSDPEngineWithLMHead):
         return module
 
 
-def keep_last_plan(engine: Any) -> None:
-    """Make one of our engines store each plan as ``last_plan``."""
-    plan = engine.plan
-
-    def store(*args: Any) -> Any:
-        engine.last_plan = plan(*args)
-        return engine.last_plan
-
-    engine.plan, engine.last_plan = store, None
-
-
 def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) -> Any:
-    """Build verl's own engine for stock paths, ours for others, with the same options."""
+    """Build verl's engine for stock paths, else ours, which stores its ``last_plan``, with the same options."""
     on_gpu = get_device_name() == "cuda"
     stock = _CompiledStock if path.has("compiled") else FSDPEngineWithLMHead
     engine_cls = stock if path.stock else EngineRegistry.get_engine_cls("language_model", path.strategy)
@@ -183,5 +166,11 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
     )
     engine.initialize()
     if not path.stock:
-        keep_last_plan(engine)
+        plan = engine.plan
+
+        def store(*args: Any) -> Any:
+            engine.last_plan = plan(*args)
+            return engine.last_plan
+
+        engine.plan, engine.last_plan = store, None
     return engine

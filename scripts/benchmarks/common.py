@@ -1,6 +1,7 @@
 """Environment columns, CSV files and tables of all benchmarks. A row is a named tuple of its columns."""
 
 import csv
+import gc
 import os
 import subprocess
 from collections.abc import Sequence
@@ -26,6 +27,12 @@ def environment() -> dict[str, str]:
         "versions": " ".join(f"{name}={installed(name) or '-'}" for name in PACKAGES),
         "commit": _commit(),
     }
+
+
+def free_memory() -> None:
+    """Free what deleted engines and models held on the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def pinned_copies() -> str:

@@ -55,12 +55,13 @@ class ScriptRun:
 
 def train(run: ScriptRun, num_steps: int, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
     """Run to the end and return the outcome and the metrics of the steps; write the last log lines of a failed run."""
-    outcome = run_to_end(run, timeout_s)
-    steps = read_steps(run.metrics)
+    sys.stdout.write(f"{num_steps} steps, log in {run.log}\n")
+    sys.stdout.flush()
+    outcome, steps = run_to_end(run, timeout_s), read_steps(run.metrics)
     if outcome == "ok" and len(steps) != num_steps:
         outcome = "ended early"
     if outcome != "ok":
-        sys.stdout.write(f"{run.last_lines()}\n")
+        sys.stdout.write(f"{run.last_lines()}\nFAILED after {len(steps)} of {num_steps} steps: {outcome}, {run.log}\n")
     return outcome, steps
 
 

@@ -47,9 +47,8 @@ def absolute_links(text: str, repository: str, tag: str) -> str:
 
     def replaced(link: re.Match[str]) -> str:
         image, target = link.groups()
-        kind = (
-            "" if target.startswith("../../") else f"{'raw' if image else 'blob'}/{tag}/"
-        )  # GitHub resolves ../../ to the repository
+        # GitHub resolves ../../ to the repository.
+        kind = "" if target.startswith("../../") else f"{'raw' if image else 'blob'}/{tag}/"
         return f"{image or ''}]({repository}/{kind}{target.removeprefix('../../')})"
 
     return LINK.sub(replaced, text)
