@@ -37,8 +37,6 @@ QUERY_CHUNK = 256
 """Queries for each block of float32 scores: 256 x 32 heads x 33k keys take 1 GiB."""
 Tensors = tuple[torch.Tensor, ...]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 COLUMNS = """
 case path shape dtype forward_ms both_ms both_min_ms both_max_ms speedup bound tflops_per_s peak_gib error error_ratio
 repeats device driver versions commit

@@ -28,8 +28,6 @@ from rich.console import Console
 from torch import distributed as dist
 
 console = Console(width=150)
-
-
 COLUMNS = """
 model path prompt response n fits seconds peak_gib host_gib level memory_gib device driver versions commit
 """
@@ -58,9 +56,8 @@ def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namesp
     except torch.OutOfMemoryError as error:
         fits = False
         console.print(str(error), markup=False)
-    console.print(
-        f"{path} P={prompt}: " + ("{seconds:.1f} s, {peak_gib:.1f} GiB {level}".format(**outcome) if fits else "-")
-    )
+    figures = f"{outcome['seconds']:.1f} s, {outcome['peak_gib']:.1f} GiB {outcome['level']}" if fits else "-"
+    console.print(f"{path} P={prompt}: {figures}")
     setting = (args.model, str(path), prompt, args.response, args.n, fits)
     return Row(*setting, **outcome, memory_gib=args.memory_gib, **environment())
 

@@ -62,9 +62,9 @@ def describe(summary: dict[str, Any]) -> str:
             "shared prefixes: {tokens_saved:,} tokens a mini-batch never computed ({tokens_saved_fraction:.0%}), "
             "dedup ratio {dedup_ratio:.2f}"
         )
-    timed = [name for name in PHASES if summary[f"time_{name}"] is not None]
-    if timed:
-        lines.append("median seconds: " + ", ".join(f"{name} {{time_{name}:.2f}}" for name in timed))
+    times = [f"{name} {summary[f'time_{name}']:.2f}" for name in PHASES if summary[f"time_{name}"] is not None]
+    if times:
+        lines.append(f"median seconds: {', '.join(times)}")
     return "\n".join(lines).format(**summary)
 
 

@@ -5,15 +5,10 @@ from statistics import median
 from typing import Any
 
 PHASES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
-
 TIMING = "timing_s/"
 PEAK_GIB = "actor/perf/max_memory_allocated_gb"
-TOKENS_PER_S = "perf/throughput"
-MFU = "perf/mfu/actor"
 DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
 ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
-
-
 COLUMNS = """
 model case mode phase seconds_median seconds_min seconds_max speedup steps_measured peak_gib memory_ratio
 tokens_per_s_per_gpu prompt_tokens response_tokens mfu dedup_ratio attention_kernel outcome num_gpus max_token_len
@@ -48,10 +43,10 @@ def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[St
         "steps_measured": len(measured),
         "peak_gib": max(step[PEAK_GIB] for step in measured),
         "memory_ratio": None,
-        "tokens_per_s_per_gpu": middle(TOKENS_PER_S),
+        "tokens_per_s_per_gpu": middle("perf/throughput"),
         "prompt_tokens": middle("prompt_length/mean"),
         "response_tokens": middle("response_length/mean"),
-        "mfu": middle(MFU),
+        "mfu": middle("perf/mfu/actor"),
         "dedup_ratio": middle(DEDUP_RATIO),
         "attention_kernel": ",".join(sorted(kernels)) or None,
     }
