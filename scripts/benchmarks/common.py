@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from verl_pg_plugin.compat import installed
 
@@ -67,9 +67,9 @@ def write_csv(rows: Sequence[Any], path: Path) -> None:
 
 
 def print_table(rows: Sequence[Any], columns: str) -> None:
-    """Print some columns of named tuples, numbers with four digits."""
+    """Print some columns of named tuples, floats with four digits."""
     names = columns.split()
-    table = Table(*names)
+    table = Table(*(Column(name, overflow="fold") for name in names))
     for row in rows:
         values = [getattr(row, name) for name in names]
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
