@@ -122,9 +122,8 @@ def take_old_log_probs_from_update(
     (https://github.com/verl-project/verl/issues/3996).
     Remove when: verl takes old log-probs from the update where a batch is one optimizer step.
     """
-    _checked(trainer_cls, "_update_actor", "batch")  # raise before the first patch
+    _wrap(trainer_cls, "_update_actor", update_and_complete, "batch")  # first: alone it changes nothing
     _wrap(trainer_cls, "_compute_old_log_prob", compute_or_postpone, "batch")
-    _wrap(trainer_cls, "_update_actor", update_and_complete, "batch")
 
 
 def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *parameters: str) -> None:

@@ -20,6 +20,8 @@ def test_five_groups_train_on_two_ranks_through_verls_entry_point(tmp_path: Path
     summary, (step,) = train(tmp_path, V0, ENTRY_POINT="verl.trainer.main_ppo", NGPUS_PER_NODE="2", **sizes)
     assert summary["mode"] == Mode.PACKED.value
     assert_shared([step], least=5)
+    assert step["actor/ppo_kl"] == step["perf/mfu/actor_infer"] == 0, "old log-probs are those of the update"
+    assert abs(step["rollout_corr/kl"]) < 1e-4
     assert step["prefix_grouper/balance/cut_groups"] == 1, "10 sequences a rank are two groups of four and a half"
     assert step["prefix_grouper/balance/slowest_over_mean"] < 1.05
     assert step["prefix_grouper/rollout/servers_per_prompt"] == 1, "of two"

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, STRATEGIES, USE_PREFIX_GROUPER, VEOMNI
-from verl_pg_plugin.config.old_log_prob import log_lines
+from verl_pg_plugin.config.old_log_prob import separate_forward_reasons
 from verl_pg_plugin.config.preflight import check, logger, sharing_issues
 from verl_pg_plugin.config.rollout import engage_rollouts, rollout_parts, summary
 from verl_pg_plugin.issue import ConfigError
@@ -33,8 +33,9 @@ def engage(config: DictConfig, *, from_ours: bool = False) -> None:
     if from_ours or enabled:
         check(config, asks_verl=from_ours)
         if enabled:
-            for line in (f"rollouts: {summary(rollout_parts(config))}", *log_lines(config)):
-                logger.info("verl_pg_plugin: %s", line)
+            logger.info("verl_pg_plugin: rollouts: %s", summary(rollout_parts(config)))
+            for reason in separate_forward_reasons(config) or ["none, they are those of the update"]:
+                logger.info("verl_pg_plugin: separate forward for old log-probs: %s", reason)
     elif OPTIONS in config:
         logger.warning("verl_pg_plugin: options of ++%s have no effect without %s=True", OPTIONS, USE_PREFIX_GROUPER)
 

@@ -17,7 +17,6 @@ _READERS = {
     f"{ACTOR}.calculate_sum_pi_squared": "advantages read them",
     f"{ACTOR}.shuffle": "the update has another order of sequences",
     "distillation.enabled": "a distillation loss may need no log-probs",
-    "async_training": "its trainer computes them with older weights",
 }
 """Settings that need old log-probs before the update, and why."""
 
@@ -38,18 +37,12 @@ def separate_forward_reasons(config: DictConfig) -> list[str]:
         reasons.append(f"{ACTOR}.ppo_mini_batch_size={prompts}: a batch of {batch} prompts has several mini-batches")
     if (epochs := count_of(config, f"{ACTOR}.ppo_epochs")) > 1:
         reasons.append(f"{ACTOR}.ppo_epochs={epochs}: later epochs read them")
-    loss_mode = OmegaConf.select(config, key := f"{ACTOR}.policy_loss.loss_mode") or "vanilla"
+    loss_mode = OmegaConf.select(config, f"{ACTOR}.policy_loss.loss_mode") or "vanilla"
     if getattr(core_algos.POLICY_LOSS_REGISTRY.get(loss_mode), "__module__", "") != core_algos.__name__:
-        reasons.append(f"{key}={loss_mode}: this loss is not verl's")
-    name = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if OmegaConf.select(config, "trainer.use_v1") and name not in _TRAINERS:
-        reasons.append(f"trainer.v1.trainer_mode={name}: its weights may differ from those of the update")
+        reasons.append(f"{ACTOR}.policy_loss.loss_mode={loss_mode}: this loss is not verl's")
+    trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    if OmegaConf.select(config, "trainer.use_v1") and trainer not in _TRAINERS:
+        reasons.append(f"trainer.v1.trainer_mode={trainer}: its weights may differ from those of the update")
     if (actor := engine_of(config, ACTOR)).get("router_replay.mode") == "R2":
         reasons.append(f"{actor.section}.router_replay.mode=R2: their forward records the experts")
     return reasons
-
-
-def log_lines(config: DictConfig) -> list[str]:
-    """Return the decision, one line for each reason."""
-    reasons = separate_forward_reasons(config)
-    return [f"old log-probs: a separate forward ({reason})" for reason in reasons] or ["old log-probs: of the update"]

@@ -16,6 +16,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.utils.transferqueue_utils import tq
 
 from verl_pg_plugin.config.keys import FROM_UPDATE
 from verl_pg_plugin.config.old_log_prob import CORRECTION, separate_forward_reasons
@@ -29,15 +30,12 @@ def compute_or_postpone(compute: Callable[..., Any], trainer: Any, batch: Any, *
     if _extra_info(batch).get(FROM_UPDATE) or _needs_forward(trainer, batch):
         return compute(trainer, batch, *args, **kwargs)
     trainer._pg_postponed = True
-    if _is_v1(batch):
-        import transfer_queue as tq
-
-        where = {"keys": batch.keys, "partition_id": batch.partition_id}
-        data = tq.kv_batch_get(**where, select_fields=["response_mask"])
-        data["old_log_probs"] = data["response_mask"].float() * math.nan
-        return tq.kv_batch_put(**where, fields=data.select("old_log_probs"))
-    nan = torch.full(batch.batch["response_mask"].shape, math.nan)
-    return DataProto.from_dict({"old_log_probs": nan, "entropys": nan.clone()}), 0.0  # MFU of the forward left out
+    if not _is_v1(batch):
+        nan = torch.full(batch.batch["response_mask"].shape, math.nan)
+        return DataProto.from_dict({"old_log_probs": nan, "entropys": nan.clone()}), 0.0  # MFU: no forward has run
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
+    data["old_log_probs"] = data["response_mask"].float() * math.nan
+    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("old_log_probs"))
 
 
 def update_and_complete(update: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,9 +45,21 @@ def update_and_complete(update: Callable[..., Any], trainer: Any, batch: Any, *a
     trainer._pg_postponed, info = False, _extra_info(batch)
     info[FROM_UPDATE] = True
     output = update(trainer, batch, *args, **kwargs)
-    info["disable_auto_offload"] = True  # the next call reads no weights
-    metrics = (args[0] if args else kwargs["metrics"]) if _is_v1(batch) else output.meta_info["metrics"]
-    data = _complete_v1(trainer, batch, metrics) if _is_v1(batch) else _complete_v0(trainer, batch, metrics)
+    info["disable_auto_offload"] = True  # the engine reads no weights
+    if _is_v1(batch):
+        metrics = args[0] if args else kwargs["metrics"]
+        trainer._compute_old_log_prob(batch, metrics)
+        fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        data = DataProto(batch=data.to_padded_tensor())
+    else:  # as V0's ``fit`` does after its forward
+        data, metrics, config = batch, output.meta_info["metrics"], trainer.config.actor_rollout_ref.actor
+        outputs = trainer._compute_old_log_prob(batch)[0].batch
+        batch.batch["old_log_probs"], mask = outputs["old_log_probs"], batch.batch["response_mask"]
+        aggregation = {name: config[name] for name in ("loss_agg_mode", "loss_scale_factor")}
+        metrics["actor/entropy"] = agg_loss(outputs["entropys"], mask, **aggregation).item()
+        if "rollout_log_probs" in batch.batch:
+            metrics.update(calculate_debug_metrics(batch))
     correction = OmegaConf.select(trainer.config, CORRECTION)
     if correction is not None and "rollout_log_probs" in data.batch:
         metrics.update(compute_rollout_correction_and_add_to_batch(data, correction)[1])
@@ -57,45 +67,25 @@ def update_and_complete(update: Callable[..., Any], trainer: Any, batch: Any, *a
     return output
 
 
-def _complete_v1(trainer: Any, batch: Any, metrics: dict[str, Any]) -> DataProto:
-    import transfer_queue as tq
-
-    trainer._compute_old_log_prob(batch, metrics)
-    fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    return DataProto(batch=data.to_padded_tensor())
-
-
-def _complete_v0(trainer: Any, batch: DataProto, metrics: dict[str, Any]) -> DataProto:
-    """Do what V0's ``fit`` does after the forward."""
-    outputs, _ = trainer._compute_old_log_prob(batch)
-    batch.batch["old_log_probs"] = outputs.batch["old_log_probs"]
-    actor, mask = trainer.config.actor_rollout_ref.actor, batch.batch["response_mask"]
-    aggregation = {"loss_agg_mode": actor.loss_agg_mode, "loss_scale_factor": actor.loss_scale_factor}
-    metrics["actor/entropy"] = agg_loss(outputs.batch["entropys"], mask, **aggregation).item()
-    if "rollout_log_probs" in batch.batch:
-        metrics.update(calculate_debug_metrics(batch))
-    return batch
-
-
 def _needs_forward(trainer: Any, batch: Any) -> bool:
     """Return True unless the update of this batch provides old log-probs; log each reason once."""
-    if not hasattr(trainer, "_pg_reasons"):
-        trainer._pg_reasons = separate_forward_reasons(trainer.config)  # logged before Ray
-        trainer._pg_logged = set[str]()
-    if trainer._pg_reasons:
+    if not hasattr(trainer, "_pg_logged"):
+        trainer._pg_logged = separate_forward_reasons(trainer.config)  # logged before Ray
+        trainer._pg_postpones = not trainer._pg_logged
+    if not trainer._pg_postpones:
         return True
-    roles, trainer_cls, reason = trainer.config.actor_rollout_ref, type(trainer), ""
-    expected = roles.actor.ppo_mini_batch_size * roles.rollout.n
+    config, trainer_cls = trainer.config, type(trainer)
+    expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    reason = ""
     if not trainer_cls.__module__.startswith("verl.trainer.ppo."):
         reason = f"{trainer_cls.__module__}.{trainer_cls.__qualname__} is not verl's trainer and may read them"
-    elif trainer.config.trainer.critic_warmup > trainer.global_steps:
-        reason = f"trainer.critic_warmup={trainer.config.trainer.critic_warmup}: no update follows"
+    elif config.trainer.critic_warmup > trainer.global_steps:
+        reason = f"trainer.critic_warmup={config.trainer.critic_warmup}: no update follows"
     elif len(batch) != expected:
         reason = f"{len(batch)} sequences are not one mini-batch of {expected}"
     if reason and reason not in trainer._pg_logged:
-        trainer._pg_logged.add(reason)
-        logger.info("step %d: old log-probs: a separate forward (%s)", trainer.global_steps, reason)
+        trainer._pg_logged.append(reason)
+        logger.info("step %d: separate forward for old log-probs: %s", trainer.global_steps, reason)
     return bool(reason)
 
 
@@ -103,7 +93,6 @@ def _is_v1(batch: Any) -> bool:
     return hasattr(batch, "tags")
 
 
-def _extra_info(batch: Any) -> dict[str, Any]:
-    """Return what a batch passes to the workers besides tensors."""
-    info: dict[str, Any] = batch.extra_info if _is_v1(batch) else batch.meta_info
-    return info
+def _extra_info(batch: Any) -> Any:
+    """Return the mapping that a batch passes to the workers besides tensors."""
+    return batch.extra_info if _is_v1(batch) else batch.meta_info
