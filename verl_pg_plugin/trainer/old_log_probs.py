@@ -30,7 +30,7 @@ def compute_or_postpone(compute: Callable[..., Any], trainer: Any, batch: Any, *
     if _extra_info(batch).get(FROM_UPDATE) or _needs_forward(trainer, batch):
         return compute(trainer, batch, *args, **kwargs)
     trainer._pg_postponed = True
-    if not _is_v1(batch):
+    if isinstance(batch, DataProto):  # V0
         nan = torch.full(batch.batch["response_mask"].shape, math.nan)
         return DataProto.from_dict({"old_log_probs": nan, "entropys": nan.clone()}), 0.0  # MFU: no forward has run
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
@@ -46,7 +46,7 @@ def update_and_complete(update: Callable[..., Any], trainer: Any, batch: Any, *a
     info[FROM_UPDATE] = True
     output = update(trainer, batch, *args, **kwargs)
     info["disable_auto_offload"] = True  # the engine reads no weights
-    if _is_v1(batch):
+    if not isinstance(batch, DataProto):
         metrics = args[0] if args else kwargs["metrics"]
         trainer._compute_old_log_prob(batch, metrics)
         fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
@@ -82,17 +82,13 @@ def _needs_forward(trainer: Any, batch: Any) -> bool:
     elif config.trainer.critic_warmup > trainer.global_steps:
         reason = f"trainer.critic_warmup={config.trainer.critic_warmup}: no update follows"
     elif len(batch) != expected:
-        reason = f"{len(batch)} sequences are not one mini-batch of {expected}"
+        reason = f"the batch is not one mini-batch of {expected} sequences"
     if reason and reason not in trainer._pg_logged:
         trainer._pg_logged.append(reason)
         logger.info("step %d: separate forward for old log-probs: %s", trainer.global_steps, reason)
     return bool(reason)
 
 
-def _is_v1(batch: Any) -> bool:
-    return hasattr(batch, "tags")
-
-
 def _extra_info(batch: Any) -> Any:
     """Return the mapping that a batch passes to the workers besides tensors."""
-    return batch.extra_info if _is_v1(batch) else batch.meta_info
+    return batch.meta_info if isinstance(batch, DataProto) else batch.extra_info
