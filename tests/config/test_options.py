@@ -20,6 +20,7 @@ WRONG = [
     ("compile_layers", "maybe", "is unknown; the values are auto, True and False without quotes"),
     ("compile_layers", 1, "is unknown; the values are auto, True"),
     ("prefix_cache", "always", "is unknown; the values are auto, off"),
+    *(("old_log_prob", value, "is unknown; the values are auto, always") for value in ("off", True, None)),
     ("rollout", "on", "is unknown; the values are auto, off"),
     ("rollout", False, "is unknown; the values are auto, off"),
     *(

@@ -54,16 +54,16 @@ def ranks(batch: KVBatchMeta) -> list[list[str]]:
 
 @pytest.fixture
 def trainer(config: DictConfig) -> Any:
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
     return StockTrainer(config)
 
 
 def test_a_missing_method_is_a_warning_and_a_missing_class_is_none(monkeypatch, caplog) -> None:
     monkeypatch.delattr(PPOTrainer, "_balance_batch")
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
     assert "verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl" in caplog.text
     monkeypatch.delattr(verls, "PPOTrainer")
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
     assert len(caplog.records) == 1
 
 
@@ -94,7 +94,7 @@ def test_estimated_tokens_are_compared_with_computed_ones(trainer: Any, monkeypa
         return batch
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
     batch, metrics = make_batch([f"{uid}_{i}_0" for uid in "abcd" for i in (0, 1)], responses=[3] * 8), {}
     trainer._balance_batch(batch, metrics)
     trainer._update_actor(batch, metrics=metrics)
