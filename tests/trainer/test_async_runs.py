@@ -9,8 +9,11 @@ from verl_pg_plugin.config import Mode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LONG_RESPONSES = ("data.max_response_length=64", "actor_rollout_ref.rollout.ignore_eos=True")
-SLOW_ROLLOUTS = (*LONG_RESPONSES, "actor_rollout_ref.rollout.max_num_seqs=2")  # they run while weights are sent
+SLOW_ROLLOUTS = (  # so that some run while weights are sent
+    "data.max_response_length=64",
+    "actor_rollout_ref.rollout.ignore_eos=True",
+    "actor_rollout_ref.rollout.max_num_seqs=2",
+)
 SERVERS_APART = (
     "actor_rollout_ref.rollout.checkpoint_engine.backend=store",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.trainer.weight_store",
@@ -42,10 +45,8 @@ def updates_of(folder: Path, *overrides: str, least: float = 2, **variables: str
 def test_colocate_async_trains_on_partial_rollouts_through_verls_entry_point(tmp_path: Path) -> None:
     updates = updates_of(
         tmp_path,
-        *LONG_RESPONSES,
-        "actor_rollout_ref.rollout.max_num_seqs=16",  # verl aborts some requests before others start
+        *SLOW_ROLLOUTS,
         "trainer.v1.trainer_mode=colocate_async",
-        "trainer.v1.colocate_async.num_warmup_batches=2",
         "+prefix_grouper.logits_chunk_size=64",
         ENTRY_POINT="verl.trainer.main_ppo",
         NGPUS_PER_NODE="2",
