@@ -64,6 +64,7 @@ SIGNATURES = {
     f"{_FSDP}.apply_monkey_patch": "model use_remove_padding ulysses_sp_size",
     f"{_FSDP}.enable_activation_offloading": "model strategy enable_ckpt",
     f"{_FSDP}.CPUOffloadPolicy": "pin_memory",
+    "verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu": "model",
     "verl.utils.distributed.initialize_global_process_group_ray": "timeout_second backend",
 }
 """Parameter names that a function must have besides ``self``; | separates alternatives."""

@@ -212,3 +212,21 @@ def use_unpinned_offload() -> None:
 
     _checked(transformer_impl, "CPUOffloadPolicy")
     transformer_impl.CPUOffloadPolicy = lambda pin_memory=False: CPUOffloadPolicy(pin_memory=False)
+
+
+def copy_saved_weights() -> None:
+    """Let asynchronous trainers compute old log-probs with the weights that they saved.
+
+    What: ``verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`` returns copies of the weights.
+    Why: it calls ``Tensor.cpu()``, which returns the weights themselves if they are on the CPU. Trainers that update
+    several times for each transfer of weights then restore nothing.
+    Versions: verl 0.9.1. Only called when ``VERL_PLATFORM=cpu``.
+    Remove when: verl copies there, as its function for FSDP1 does.
+    """
+    from verl.utils import fsdp_utils
+
+    def save_copies(save: Any, *args: Any) -> Any:
+        shards, spec = save(*args)
+        return {name: (shard.clone(), of_shard) for name, (shard, of_shard) in shards.items()}, spec
+
+    _wrap(fsdp_utils, "fsdp2_sharded_save_to_cpu", save_copies)
