@@ -19,9 +19,11 @@ from tests.layout.tries import sequence_rows
 from tests.mixers.hybrids import save_hybrid, trie_of_depth
 from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of
 from tests.support import Result, actor_loss, group, make_engine, run_reference, splitting
-from verl_pg_plugin.mixers import delta_layer
-from verl_pg_plugin.mixers.delta_layer import Depths, Windows, convolve, delta_rule_over, plain_convolution
+from verl_pg_plugin.mixers import recurrence
+from verl_pg_plugin.mixers.convolution import Windows, convolve, plain_convolution
+from verl_pg_plugin.mixers.delta_layer import delta_rule_over
 from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
+from verl_pg_plugin.mixers.recurrence import Depths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 OBSTACLES = kernel_obstacles("cuda")
@@ -109,7 +111,7 @@ def test_states_handed_to_many_children_are_summed_in_order() -> None:
     grad = on_gpu(204, 2, 64, 64, seed=1, dtype=torch.float32)
 
     def gradient() -> torch.Tensor:
-        return torch.autograd.grad(delta_layer._RepeatState.apply(state, counts, 204), state, grad)[0]
+        return torch.autograd.grad(recurrence._RepeatState.apply(state, counts, 204), state, grad)[0]
 
     first = gradient()
     assert torch.equal(first, gradient())
