@@ -8,14 +8,14 @@ from typing import Any
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
 
 _TEXT_TYPES = (
-    "afmoe apertus apertus1p5_text arcee axk1 beam bitnet code_llama codegen cohere cohere2 cohere2_moe "
-    "cohere_compass_text cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe "
+    "afmoe apertus apertus1p5_text arcee axk1 bamba beam bitnet code_llama codegen cohere cohere2 cohere2_moe "
+    "cohere_compass_text cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 "
     "flex_olmo flint fuyu gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe "
-    "glm4_moe_lite gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa "
+    "glm4_moe_lite gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid "
     "granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "
     "jais2 jetmoe kolibri1 laguna llama longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral "
-    "ministral3 mistral mixtral modernbert-decoder moshi nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 "
-    "qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla "
+    "ministral3 mistral mixtral modernbert-decoder moshi nanochat nemotron_h olmo olmo2 olmo3 olmoe opt persimmon "
+    "phi phi3 qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla "
     "sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
 )
 EXACT_TYPES = frozenset({*_TEXT_TYPES.split(), *IMAGE_MODEL_TYPES})

@@ -38,7 +38,7 @@ leave_out+=" or (test_gated_delta and groups_are_exact) or (test_images and (eve
 leave_out+=" or (test_exactness and not (every_way or windows or uneven_groups))"
 .venv/bin/python -m pytest -m "not slow" \
   tests/test_compat.py tests/models/test_forward.py \
-  tests/mixers/test_mixers.py tests/mixers/test_gated_delta.py \
+  tests/mixers/test_mixers.py tests/mixers/test_gated_delta.py tests/mixers/test_mamba2.py \
   tests/engine/test_compiled_layers.py \
   tests/architectures "${images[@]}" \
   tests/engine/test_exactness.py \
