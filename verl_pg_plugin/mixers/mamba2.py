@@ -4,6 +4,7 @@
 forward, so ``install`` replaces it; projections and norms stay theirs. The scan is torch code that no GPU has run.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -128,15 +129,11 @@ def machine_obstacles(device_name: str) -> list[str]:
 
 def token_flops(config: PretrainedConfig) -> float:
     """FLOPs of the recurrence (not of chunks): one to decay, two each to update and read an element of the state."""
-    heads, width, states = (
-        next(getattr(config, name) for name in names if hasattr(config, name))
-        for names in (
-            ("mamba_n_heads", "mamba_num_heads"),
-            ("mamba_d_head", "mamba_head_dim"),
-            ("mamba_d_state", "ssm_state_size"),
-        )
-    )
-    return 5.0 * layer_types(config).count(MAMBA2) * heads * width * states
+    if config.model_type == "nemotron_h":
+        sizes = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
+    else:
+        sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    return 5.0 * layer_types(config).count(MAMBA2) * math.prod(sizes)
 
 
 MIXER = Mixer(
