@@ -123,7 +123,7 @@ def test_gpus_and_faulty_transformers_are_refused(monkeypatch: pytest.MonkeyPatc
     faults = {"falcon_h1": ("5.17.0", "no keywords"), "nemotron_h": ("5.15.0", "adds up the chunks")}
     for kind, (since, fault) in faults.items():
         config = transformers.AutoConfig.for_model(kind)
-        monkeypatch.setattr(transformers, "__version__", since)
+        monkeypatch.setattr(mamba2.transformers, "__version__", since)
         assert mamba2.obstacles(config) == []
-        monkeypatch.setattr(transformers, "__version__", "5.14.1")
+        monkeypatch.setattr(mamba2.transformers, "__version__", "5.14.1")
         assert re.search(f"{fault}.*: pip install 'transformers>={since[:-2]}'", *mamba2.obstacles(config))
