@@ -21,9 +21,9 @@ COMPILED_TYPES = frozenset(_RAN_COMPILED.split())
 (docs/data/gpu_tests_one_h200.csv); on a CPU they are exact in float32 (tests/architectures/test_compiled_layers.py)."""
 
 _RAN_UNCOMPILED = """
-afmoe apertus apertus1p5_text code_llama ernie4_5_moe flex_olmo gemma3n_text granite_swa granitemoe granitemoe_swa
-granitemoeshared jetmoe kolibri1 longcat_flash minicpm3 modernbert-decoder qwen3_5 qwen3_5_moe qwen3_5_moe_text
-qwen3_5_text qwen3_next
+afmoe apertus apertus1p5_text bamba code_llama ernie4_5_moe falcon_h1 flex_olmo gemma3n_text granite_swa granitemoe
+granitemoe_swa granitemoehybrid granitemoeshared jetmoe kolibri1 longcat_flash minicpm3 modernbert-decoder nemotron_h
+qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
 """
 EXACT_TYPES = frozenset({*COMPILED_TYPES, *_RAN_UNCOMPILED.split(), *IMAGE_MODEL_TYPES})
 """The exact types of docs/models.md, which a test compares, and the types with images."""

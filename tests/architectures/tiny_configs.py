@@ -8,6 +8,7 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.mixers.hybrids import MAMBA2_KINDS
 from tests.support import TINY
 
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -70,6 +71,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {  # type-specific names, and what enables 
         "zero_expert_num": 4,
         "routed_scaling_factor": 1.0,
     },
+    **{kind: {"num_hidden_layers": 4, **sizes} for kind, sizes in MAMBA2_KINDS.items()},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "xlnet": {"d_head": 8},
 }
