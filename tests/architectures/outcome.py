@@ -15,7 +15,7 @@ from verl_pg_plugin.config.compile import COMPILED_TYPES
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.skeleton import text_skeleton
+from verl_pg_plugin.skeleton import auto_class, text_skeleton
 
 EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
 NOT_BUILT = {
@@ -60,7 +60,7 @@ def outcome_of(model_type: str) -> Outcome:
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
     if not supports_checkpointing(model_type):
         overrides.append("enable_gradient_checkpointing=False")
-    module = text_skeleton(tiny_config(model_type).get_text_config())
+    module = text_skeleton(tiny_config(model_type))
     return Outcome(
         EXACT,
         "by tests/mixers" if model_type in HYBRIDS else "",
@@ -79,7 +79,7 @@ def supports_checkpointing(model_type: str) -> bool:
 
 
 def model_class(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return auto_class(config)._model_mapping[type(config)]
 
 
 def _final(reasons: list[Issue]) -> list[Issue]:
