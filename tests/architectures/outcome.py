@@ -54,8 +54,9 @@ def outcome_of(model_type: str) -> Outcome:
     reasons = issues(default)
     if final := _final(reasons) or _final(issues(tiny_config(model_type))):
         return Outcome(REFUSED, "; ".join(reason.why for reason in final))
-    # The default config of GLM 4.5 lacks the head size that its checkpoints have.
-    released = transformers.AutoConfig.for_model(model_type, **{"head_dim": 128} if model_type == "glm4_moe" else {})
+    # The default configs of GLM 4.5 and 4.5V lack the head size that their checkpoints have.
+    sizes = {"glm4_moe": {"head_dim": 128}, "glm4v_moe": {"text_config": {"head_dim": 128}}}.get(model_type, {})
+    released = transformers.AutoConfig.for_model(model_type, **sizes)
     needs = attention_needs(released.get_text_config())
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
     if not supports_checkpointing(model_type):

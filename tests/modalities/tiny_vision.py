@@ -41,6 +41,8 @@ QWEN3_ENCODER = {**QWEN35_ENCODER, "deepstack_visual_indexes": [0, 1]}
 QWEN3_TEXT = {**TEXT, "head_dim": 8, "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 GLM_EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+ZERO = ("visual.pos_embed.weight", "position_embeddings", "cls_token")
+"""Parameters that transformers initialises with zeros."""
 GLM_ENCODER = {**ENCODER, "image_size": 16}
 TILE = (3, 4 * PATCH, 4 * PATCH)
 TILE_ENCODER = {
@@ -86,7 +88,7 @@ def save_vision_model(path: Path, kind: str, encoder: dict[str, Any] | None = No
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, encoder, **text), dtype=torch.float32)
     for name, weight in model.named_parameters():
-        if any(part in name for part in ("visual.pos_embed", "position_embeddings", "cls_token")):  # zero in transformers' initialisation
+        if name.endswith(ZERO):
             torch.nn.init.normal_(weight, std=0.15)
     hybrids.remember(model).save_pretrained(path)
     return str(path)
@@ -171,7 +173,7 @@ def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDi
     rows = [{name: tensor.clone() for name, tensor in sample.inputs.items()} for sample in samples]
     if model.config.model_type == "internvl":
         numbers = TILE[0] * PATCH**2  # of a patch, without a second frame
-        rows = [{name: x[:, :numbers].reshape(-1, *TILE) for name, x in row.items() if x.is_floating_point()} for row in rows]
+        rows = [{n: x[:, :numbers].reshape(-1, *TILE) for n, x in row.items() if n == "pixel_values"} for row in rows]
     else:
         positions = [position_ids(model, sample) for sample in samples]
         batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)

@@ -12,7 +12,7 @@ _NO_MASKS = {"attention_mask": {"full_attention": None, "sliding_attention": Non
 _BIDIRECTIONAL = Modality(refuses="and tokens of an image see later ones", keywords=_NO_MASKS)
 TEXT_PARTS: dict[str, Modality] = {
     **dict.fromkeys(("gemma3", "gemma4", "gemma4_unified"), _BIDIRECTIONAL),
-    "mistral3": Modality(refuses="and packed mode runs text alone with Mistral's vision encoder"),
+    "mistral3": Modality(refuses="and images of Mistral 3 are not implemented"),
 }
 """Multimodal types whose batches without images run; a batch with images is refused."""
 

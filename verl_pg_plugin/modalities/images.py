@@ -90,19 +90,23 @@ class Images(Modality):
         module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
-        outputs, given, offsets = self.read_outputs(data), read_positions(data), sequences.offsets
+        outputs, positions, offsets = self.read_outputs(data), read_positions(data), sequences.offsets
         if self.tile:
-            check_counted(given, offsets)
+            check_counted(positions, offsets)
             outputs = [self._tiles(sequence, output) for sequence, output in enumerate(outputs)]
-            positions, counts = None, counted(offsets)[None]
+            positions = counted(offsets)[None]
         images = self._find_images(sequences, outputs)
         if not self.tile:
-            positions = counts = _mrope_positions(given, offsets, has_images=any(images))
-        keys, offset_in_image = _build_keys(sequences, counts, images)
+            positions = _mrope_positions(positions, offsets, has_images=any(images))
+        keys, offset_in_image = _build_keys(sequences, positions, images)
+        positions = None if self.tile else positions
         return replace(sequences, keys=keys, positions=positions, offset_in_image=offset_in_image, images=images)
 
     def _tiles(self, sequence: int, output: dict[str, Any]) -> dict[str, Any]:
-        """Return the tiles of a sequence as (patches, elements) and (tiles, 3), cut without regard to their pixels."""
+        """Return the pixels of a sequence's tiles as (patches, elements), in their order in memory, and (tiles, 3) grids.
+
+        Raises BatchError for images of another size.
+        """
         (kind,) = self.kinds
         if (pixels := output.get(kind.pixels)) is None:
             return {}
