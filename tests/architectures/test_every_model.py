@@ -92,7 +92,7 @@ def test_fused_kernels_are_exact_or_refused(model_type: str, tmp_path: Path) -> 
         assert engine.log_prob_head.fused is not None
         assert_exact(engine, model_type, tmp_path)
     else:
-        obstacle = re.escape(fused_obstacle(text_skeleton(tiny_config(model_type).get_text_config())))
+        obstacle = re.escape(fused_obstacle(text_skeleton(tiny_config(model_type))))
         with pytest.raises(ValueError, match=rf"use_fused_kernels=True: {obstacle} \(fix: .*=False"):
             engine_of(model_type, tmp_path, model=support.FUSED_HEAD)
 

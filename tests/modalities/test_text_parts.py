@@ -42,6 +42,7 @@ def test_adapters_are_exact(tmp_path: Path) -> None:
 def test_the_encoder_gets_no_gradient_and_keeps_its_attention_and_names(tmp_path: Path) -> None:
     path = save_causal(tmp_path, "mistral3")
     engine = make_engine(path)
+    assert not engine.verifier.enabled
     assert engine.module.config.vision_config._attn_implementation == "sdpa"
     stock = transformers.AutoModelForImageTextToText.from_pretrained(path)
     assert engine.module.state_dict().keys() == stock.state_dict().keys()
