@@ -28,7 +28,8 @@ from rich.text import Text
 
 DATA = Path(__file__).parents[1] / "docs" / "data"
 IMAGES = DATA.with_name("images")
-ABOUT = "Qwen3-4B config, verl 0.9.1"
+RUNS = "verl 0.9.1, November 2026"
+ABOUT = f"Qwen3-4B config, {RUNS}"
 
 
 def rows_of(name: str, **wanted: str) -> list[dict[str, str]]:
@@ -61,24 +62,78 @@ def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str]
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def steps() -> plt.Figure:
-    """Draw the seconds of a whole step by phase, stock verl and packed mode."""
-    phases = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
-    runs: dict[str, dict[str, float]] = {}
-    for row in rows_of("steps", case="4096,1024,4,8"):
-        runs.setdefault(row["mode"], {})[row["phase"]] = float(row["seconds_median"])
-    stock, packed = (runs[mode]["step"] for mode in ("rmpad", "packed"))
-    figure, (axes,) = new_axes(3)
-    notes = [f"{stock:.1f} s", f"{packed:.1f} s, {stock / packed:.2f}x"]
-    bars(axes, ["stock verl", "packed"], [stock, packed], notes, ["#d0d0d0"] * 2)
-    for at, mode in enumerate(("rmpad", "packed")):
+PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
+
+
+def steps_by_phase(height: float, cases: dict[str, dict[str, str]], label: str) -> plt.Figure:
+    """Draw the seconds of whole steps by phase, stock verl and packed mode, for each title and case."""
+    figure, (axes,) = new_axes(height)
+    runs, names, totals, notes = [], [], [], []
+    for title, case in cases.items():
+        both = [
+            {row["phase"]: float(row["seconds_median"]) for row in rows_of("steps", mode=mode, **case)}
+            for mode in ("rmpad", "packed")
+        ]
+        stock, packed = (run["step"] for run in both)
+        runs += both
+        names += [f"{title}stock verl", "packed"]
+        totals += [stock, packed]
+        notes += [f"{stock:.1f} s", f"{packed:.1f} s, {stock / packed:.2f}x"]
+    bars(axes, names, totals, notes, ["#d0d0d0"] * len(totals))
+    for at, run in enumerate(runs):
         left = 0.0
-        for name, color in zip(phases, plt.get_cmap("tab10").colors, strict=False):
-            axes.barh(at, runs[mode][name], 0.5, left, color=color, label=None if at else name)
-            left += runs[mode][name]
-    axes.set_xlim(0, 1.1 * stock)
-    axes.set_xlabel(f"seconds of a step, prompt 4096, response 1024, n 4\n{ABOUT}, one H200, fsdp2")
+        for name, color in zip(PHASES, plt.get_cmap("tab10").colors, strict=False):
+            axes.barh(at, run.get(name, 0.0), 0.5, left, color=color, label=None if at else name)
+            left += run.get(name, 0.0)
+    axes.set_xlim(0, 1.2 * max(totals))
+    axes.set_xlabel(label)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def steps() -> plt.Figure:
+    """Draw the seconds of a whole step by phase on one GPU."""
+    label = f"seconds of a step, prompt 4096, response 1024, n 4\n{ABOUT}, one H200, fsdp2"
+    return steps_by_phase(3, {"": {"case": "4096,1024,4,8"}}, label)
+
+
+def several_gpus() -> plt.Figure:
+    """Draw the seconds of a whole step by phase on two and four GPUs."""
+    cases = {
+        "4B, two GPUs, 8 prompts each: ": {"model": "qwen3-4b", "num_gpus": "2", "commit": "9a497b6"},
+        "4B, four GPUs, 4 prompts each: ": {"model": "qwen3-4b", "num_gpus": "4"},
+        "8B, two GPUs, 8 prompts each: ": {"model": "qwen3-8b", "num_gpus": "2", "commit": "cb7bc0c"},
+        "8B, four GPUs, 2 prompts each: ": {"model": "qwen3-8b", "num_gpus": "4"},
+        "30B-A3B, four GPUs, 2 prompts each: ": {"model": "qwen3-30b-a3b", "num_gpus": "4"},
+    }
+    label = f"seconds of a step, prompt 8192, response 1024, n 8\nQwen3 configs, {RUNS}, H200s of one host"
+    return steps_by_phase(9, cases, label)
+
+
+def models() -> plt.Figure:
+    """Draw an update's speed-up by model, with a mark for the FLOP ratio."""
+    cases = {
+        "Qwen3-0.6B": {"run": "0.6B", "case": "8192"},
+        "Qwen3-4B": {"run": "waterfall", "case": "8192"},
+        "Qwen3-4B, LoRA, response 256": {"run": "LoRA"},
+        "Qwen3-8B": {"run": "8B", "case": "8192,1024"},
+        "Qwen3-30B-A3B, 12 layers": {"run": "30B-A3B"},
+        "Qwen3.5-9B, a hybrid, not compiled": {"model": "qwen3.5-9b", "case": "8192", "commit": "a58d7bc"},
+        "Qwen3-VL-8B, 512 tokens and 4 images": {"run": "VL 8B"},
+    }
+    rows = [
+        next(row for row in rows_of("updates", phase="update", **case) if row["path"] == "packed")
+        for case in cases.values()
+    ]
+    gains, flops = ([float(row[key]) for row in rows] for key in ("speedup", "flop_bound"))
+    figure, (axes,) = new_axes(6)
+    bars(axes, list(cases), gains, [f"{gain:.2f}x" for gain in gains], [OURS] * len(gains))
+    axes.plot(flops, range(len(flops)), "|", color="black", markersize=20, markeredgewidth=2, label="FLOP ratio")
+    axes.set_xlim(0, 1.15 * max(gains))
+    axes.set_xlabel(
+        f"update, packed over stock verl: prompt 8192, response 1024, n 8\nif not noted; {RUNS}, one H200, fsdp2"
+    )
+    figure.legend(loc="outside lower center", frameon=False)
     return figure
 
 
@@ -104,7 +159,7 @@ def where_it_comes_from() -> plt.Figure:
             axes.texts[2 * at + 1].set_x(before)
         axes.texts[-3].set_weight("bold")
         axes.set_xlim(0, 1.3 * seconds[0])
-    axes.set_xlabel(f"seconds of an update: {ABOUT}, one H200")
+    axes.set_xlabel(f"seconds of an update\n{ABOUT}, one H200")
     return axes.figure
 
 
@@ -118,7 +173,7 @@ def reward_over_time() -> plt.Figure:
             rewards = np.convolve([float(step["reward"]) for step in steps], np.full(5, 0.2), "valid")
             label = "stock verl" if mode == "rmpad" else mode
             axes.plot(seconds[4:], rewards, color=color, linewidth=2, label=label if seed == "1" else None)
-    axes.set_xlabel("seconds of training: tiny Qwen3, two CPU cores, 40 steps, verl 0.9.1")
+    axes.set_xlabel(f"seconds of training: tiny Qwen3, two CPU cores, {RUNS}")
     axes.set_ylabel("reward, mean of 5 steps")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -139,7 +194,7 @@ def memory() -> plt.Figure:
         axes.barh(1, hosts[1], 0.5, peaks[1], color=HOST, hatch="//", edgecolor="white")
         axes.texts[-1].set_x(sum(peaks[1:] + hosts))
         axes.set_xlim(0, 130)
-    axes.set_xlabel("GiB at the peak of an update, hatched on the host:\nQwen3 configs, verl 0.9.1, one H200")
+    axes.set_xlabel(f"GiB at the peak of an update, hatched on the host\nQwen3 configs, {RUNS}, one H200")
     return axes.figure
 
 
@@ -183,7 +238,7 @@ def learning_gpu() -> plt.Figure:
         axes.set_title(title, loc="left", weight="bold")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False)
-    panels[-1].set_xlabel("training step: tiny Qwen3, one H200, vLLM, verl 0.9.1")
+    panels[-1].set_xlabel(f"training step: tiny Qwen3, one H200, vLLM, {RUNS}")
     return figure
 
 
@@ -212,7 +267,7 @@ def problems() -> str:
 def a_run() -> str:
     """Return the log lines in docs/data/run.txt as SVG: whole steps at 8192, 1024, 8."""
     return terminal(
-        "Qwen3-4B config, one H200, v0.1.0rc1",
+        "Qwen3-4B config, one H200, verl 0.9.1, 26 November 2026",
         "$ MODEL_PATH=... bash examples/run_qwen3_pg.sh",
         (DATA / "run.txt").read_text(),
     )
@@ -232,7 +287,7 @@ def terminal(title: str, command: str, written: str) -> str:
 FIGURES: dict[str, Callable[[], plt.Figure | str]] = {
     function.__name__: function
     for function in (
-        *(steps, where_it_comes_from, reward_over_time, memory),
+        *(steps, several_gpus, models, where_it_comes_from, reward_over_time, memory),
         *(packed_tokens, prefix_trees, split_group, learning_cpu, learning_gpu, problems, a_run),
     )
 }
@@ -246,4 +301,4 @@ if __name__ == "__main__":
         if isinstance(figure, str):
             (IMAGES / f"{name}.svg").write_text(figure)
         else:
-            figure.savefig(IMAGES / f"{name}.png", dpi=110, bbox_inches="tight", pad_inches=0.1)
+            figure.savefig(IMAGES / f"{name}.png", dpi=160, bbox_inches="tight", pad_inches=0.1)

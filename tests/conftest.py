@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,6 +35,18 @@ def process_group() -> None:
     from tests.support import join_group_of_one  # imports verl
 
     join_group_of_one()
+
+
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    import ray
+
+    from tests.fresh import python
+
+    started = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
+    ray.init("local", num_cpus=16, runtime_env={"py_executable": python()}, **started)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

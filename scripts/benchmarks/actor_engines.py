@@ -93,8 +93,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def join_process_group() -> None:
-    """Join torchrun's process group, or make one of this process."""
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"}.items():
+    """Join torchrun's process group, or make one of this process, on a free port: several may run on a machine."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -22,9 +22,13 @@ VALUES = {None: "null", "off": '"off"'}
 HEAD = """\
 # Options
 
-The section `prefix_grouper` of the config: `++prefix_grouper.NAME=VALUE` on the command line of any RL run, and without
-`++` in `python -m verl_pg_plugin.main_ppo`, whose config has the section. A value that an option does not take is
-refused before Ray starts. Made from `config/options.py` by `scripts/upkeep/make_options_page.py`.
+Most runs need none of these options. Add `++prefix_grouper.NAME=VALUE` to the command line of any RL run. The config of
+`python -m verl_pg_plugin.main_ppo` has the section `prefix_grouper`, so `++` is not needed there. A wrong value is
+refused before Ray starts.
+
+The guides say when to change one: [memory and speed](memory-and-speed.md), [rollouts](rollouts.md) and
+[verify](verify.md). The [glossary](glossary.md) has the terms. `scripts/upkeep/make_options_page.py` writes this page
+from `config/options.py`.
 
 | option | default | takes | what it does |
 |---|---|---|---|

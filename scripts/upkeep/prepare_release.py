@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Replaces installation from a clone by installation from PyPI.
-ON_PYPI = {"'./verl_pg_plugin[": "'verl-pg-plugin[", "# from a clone; with": "# with"}
+ON_PYPI = {"install '.[": "install 'verl-pg-plugin[", "From inside a clone of this repository, in": "In"}
 LINK = re.compile(r"(!\[[^\[\]]*)?\]\((?![a-z]+:|#)([^)]+)\)")
 
 

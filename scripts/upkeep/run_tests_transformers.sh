@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# What depends most on transformers, under the lowest or the highest version that pyproject.toml names: exactness of the
-# engine in every architecture, our model files, mixers inside stock models, graphs of compiled layers, and the names that
-# we build on. Images are left out on the highest, which verl's own patches of image models do not know yet. So is what
-# the layout, the planner, several ranks and the engine's options do, and critics, whose layers are those of the other models.
+# What depends most on transformers, under the lowest or the highest version that pyproject.toml names: the names that we
+# build on, and exactness in every architecture. Images are left out on the highest, which verl's own patches of image
+# models do not know yet.
 #
 #   bash scripts/upkeep/run_tests_transformers.sh lowest|highest [PYTEST_ARGS ...]
 #
@@ -13,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 which=$1 images=()
 shift
 case $which in
-  lowest) sign='>=' images=(tests/modalities/test_images.py tests/modalities/test_bad_images.py) ;;
+  lowest) sign='>=' images=(tests/modalities/test_images.py::test_images_match_single_sequences) ;;
   highest) sign='<=' ;;
 esac
 version=$(sed -n "s/.*\"transformers$sign\([0-9.]*\).*/\1/p" pyproject.toml)
@@ -31,15 +30,15 @@ if ! command -v nvidia-smi >/dev/null; then ulimit -v 16000000; fi # one model t
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
 .venv/bin/python -c "import transformers as t; assert t.__version__ == '$version', t.__file__"
 echo "tests on transformers $version" >&2
-leave_out="veomni or test_critics or any_trie or carry_nothing" # VeOmni has a range of its own
-leave_out+=" or two_ranks or every_rank or over_ranks or waits_for_nobody"
-leave_out+=" or (test_compiled_layers and not compile_once)"
-leave_out+=" or (test_gated_delta and groups_are_exact) or (test_images and (every_option or verify_mode))"
-leave_out+=" or (test_exactness and not (every_way or windows or uneven_groups))"
-.venv/bin/python -m pytest -m "not slow" \
+# VeOmni supports other versions.
+.venv/bin/python -m pytest -m "not slow" -k "not veomni and not ranks_match" \
   tests/test_compat.py tests/models/test_forward.py \
-  tests/mixers/test_mixers.py tests/mixers/test_gated_delta.py \
-  tests/engine/test_compiled_layers.py \
-  tests/architectures "${images[@]}" \
-  tests/engine/test_exactness.py \
-  -k "not ($leave_out)" "$@"
+  tests/mixers/test_mixers.py::test_a_mixer_of_twenty_lines_is_exact \
+  tests/mixers/test_gated_delta.py::test_hybrids_match_single_sequences \
+  tests/engine/test_compiled_layers.py::test_compiled_layers_are_exact_in_split_groups_and_compile_once \
+  tests/engine/test_exactness.py::test_every_way_to_run_experts_is_exact \
+  tests/engine/test_exactness.py::test_windows_and_long_sequences_are_exact_or_refused \
+  tests/architectures/test_record.py tests/architectures/test_compiled_layers.py \
+  tests/architectures/test_every_model.py::test_accepted_types_are_exact \
+  tests/architectures/test_every_model.py::test_types_not_run_cannot_be_built \
+  tests/architectures/test_every_model.py::test_fused_kernels_are_exact_or_refused "${images[@]}" "$@"

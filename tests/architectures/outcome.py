@@ -11,11 +11,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 from tests.architectures.tiny_configs import tiny_config
 from verl_pg_plugin import architectures, lm_head
 from verl_pg_plugin.attention.kernels import KERNELS
-from verl_pg_plugin.config.compile import COMPILED_TYPES
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.skeleton import auto_class, text_skeleton
+from verl_pg_plugin.tested import COMPILED_TYPES
 
 EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
 NOT_BUILT = {

@@ -25,7 +25,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         seconds = 1.0 if "actor_rollout_ref.actor.use_prefix_grouper=True" in command else 4.0
         timings = {f"timing_s/{phase}": seconds for phase in demo.PHASES}
         timings |= {f"{demo.TOKENS}{kind}_tokens": tokens for kind, tokens in (("total", 9e3), ("computed", 3e3))}
-        lines = [json.dumps({"step": step, "data": {demo.REWARD: 0.5, **timings}}) for step in range(2)]
+        rewards = (0.5, 0.5 + seconds / 8)  # the second step samples other responses
+        lines = [json.dumps({"step": step, "data": {demo.REWARD: r, **timings}}) for step, r in enumerate(rewards)]
         code = f"open({env['VERL_FILE_LOGGER_PATH']!r}, 'w').write({chr(10).join([*lines, ''])!r})"
         return real([sys.executable, "-c", code], env=env, **options)  # type: ignore[call-overload, no-any-return]
 
@@ -38,9 +39,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_demo_trains_in_both_modes_and_prints_medians(tmp_path, runs, capsys) -> None:
     assert main(["demo", "--folder", str(tmp_path / "new"), "--steps", "2"]) == 0
     table, progress = capsys.readouterr()
-    assert "stock: step 2/2, 4.0 s, reward 0.500" in progress
-    assert "4.00x" in table.splitlines()[-3]
-    assert "9,000" in table.splitlines()[-2]
+    assert "stock: step 1/2, 4.0 s, reward 0.500" in progress
+    assert "4.00x" in table.splitlines()[-4]
+    assert "9,000" in table.splitlines()[-3]
+    assert table.splitlines()[-1].startswith("rewards are equal before step 2: the modes round differently")
     for command in runs:
         overrides = command[command.index("demo") + 1 :]
         with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
@@ -48,6 +50,15 @@ def test_demo_trains_in_both_modes_and_prints_medians(tmp_path, runs, capsys) ->
         for path in (config.data.train_files, config.data.val_files, config.actor_rollout_ref.model.path):
             assert Path(path).exists()
         assert preflight(config) == []
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "1.5"])
+def test_steps_that_cannot_be_are_refused_before_anything_is_written(tmp_path, runs, capsys, steps: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--folder", str(tmp_path / "new"), f"--steps={steps}"])
+    assert f"argument --steps: {steps} is not an integer from 1 to " in capsys.readouterr().err
+    assert not runs
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

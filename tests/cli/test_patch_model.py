@@ -119,7 +119,9 @@ def test_other_auto_map_entries_are_kept_and_foreign_models_rejected(folder, cap
 
 def test_other_checkpoints_and_foreign_modeling_files_are_rejected(tmp_path: Path, capsys) -> None:
     assert "has no config.json. Fix: pass the folder" in rejected(tmp_path / "nowhere", capsys)
-    for content, why in (("{", "is not JSON"), ('{"model_type": "llama"}', "model_type is 'llama'")):
+    llama = "model_type is 'llama', not 'qwen3'; other architectures need no patch in packed mode "
+    llama += "(actor_rollout_ref.model.use_remove_padding=True)"
+    for content, why in (("{", "is not JSON"), ('{"model_type": "llama"}', llama)):
         (tmp_path / "config.json").write_text(content)
         assert why in rejected(tmp_path, capsys)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')

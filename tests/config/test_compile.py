@@ -10,9 +10,10 @@ from torch._dynamo import config
 
 from tests.modalities.tiny_vision import KINDS
 from verl_pg_plugin.config import compile as under_test
-from verl_pg_plugin.config.compile import COMPILED_TYPES, WRONG_COMPILED, compiler_obstacle, layer_compilation
+from verl_pg_plugin.config.compile import WRONG_COMPILED, compiler_obstacle, layer_compilation
 from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.rules import compiler
+from verl_pg_plugin.tested import COMPILED_TYPES
 
 
 def engine(device: str = "cuda", config: Any = None, model: Any = None, **hf_config: Any) -> Engine:

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from tests.config.config_support import CRITIC, SHARED
 from verl_pg_plugin import compat
 from verl_pg_plugin.config import Mode, preflight
+from verl_pg_plugin.config.engage import engage
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT
 from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import ConfigError, Issue
@@ -157,6 +158,22 @@ def test_warnings_are_logged_and_do_not_stop_the_run(config_of, caplog) -> None:
     assert f"++prefix_grouper have no effect. Fix: {ACTOR}.use_prefix_grouper=True" in caplog.text
     assert "attention over shared prefixes replaces it" in caplog.text
     assert "nothing is offloaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("+prefix_groupr.verify=first", "++prefix_grouper.<option>=<value>"),
+        ("+prefix_caching=off", "++prefix_grouper.prefix_cache=<value>"),
+        ("+use_prefix_grouper=True", f"{ACTOR}.use_prefix_grouper=True"),
+        (f"+{ACTOR}.use_prefix_grouping=True", f"{ACTOR}.use_prefix_grouper=True"),
+    ],
+)
+def test_keys_that_look_like_ours_get_a_hint(override: str, fix: str, config_of, caplog) -> None:
+    for mode in (Mode.PACKED, Mode.RMPAD):
+        caplog.clear()
+        engage(config_of(override, mode))
+        assert f"this plugin does not read it. Fix: did you mean {fix}?" in caplog.text
 
 
 def test_missing_kernels_may_be_on_a_cluster_but_engines_must_import(config_of, monkeypatch) -> None:

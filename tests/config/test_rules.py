@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.model import MtpConfig
 
@@ -95,6 +96,15 @@ def test_engine_errors_are_one_line_of_setting_cause_and_fix(config_of) -> None:
     said = rf"{key}=2: sequence parallelism would cut padded groups. Fix: .*; or set .*in verl's SFT trainer"
     with pytest.raises(ValueError, match=said):
         check_engine(*engine_configs(config, REF))
+
+
+def test_a_config_that_transformers_cannot_build_is_no_error_of_fused_kernels(config_of) -> None:
+    """The engine checks the head of what it builds."""
+    (issue,) = rules.fused_kernels(engine_of(config_of(FUSED), ACTOR, AutoConfig.for_model("dots1")))
+    assert issue.is_warning
+    assert issue.setting == FUSED
+    assert "transformers builds no dots1 from this config" in issue.why
+    assert "(TypeError: " in issue.why
 
 
 def test_missing_packages_are_refused_with_the_fix(config_of, monkeypatch) -> None:

@@ -1,6 +1,9 @@
 """An untested model class is verified in the first mini-batches of a run and refused if it is wrong."""
 
+import logging
+import queue
 import shutil
+from logging.handlers import QueueHandler
 from pathlib import Path
 
 import pytest
@@ -64,15 +67,16 @@ def test_an_exact_class_is_verified_in_one_mini_batch_of_each_kind(tmp_path: Pat
         assert f"{kind} mini-batch verified in " in caplog.text
 
 
-def end_on_two_ranks(rank: int, path: str) -> tuple[str, str]:
-    """Return this rank's error; only rank 0 has several sequences in a micro-batch."""
-    batch = make_batch(SAMPLES if rank == 0 else group(9, [14], 1))
+def end_on_two_ranks(rank: int, path: str) -> tuple[str, str, int]:
+    """Return this rank's error and number of warnings; only rank 0 has several sequences in a micro-batch."""
+    batch, records = make_batch(SAMPLES if rank == 0 else group(9, [14], 1)), queue.SimpleQueue()
+    logging.getLogger("verl_pg_plugin.engine.verify").addHandler(QueueHandler(records))
     with pytest.raises((MismatchError, RankError)) as caught:
         infer(make_engine(path, model=TRUSTED), batch)
-    return caught.type.__name__, str(caught.value)
+    return caught.type.__name__, str(caught.value), records.qsize()
 
 
-def test_a_mismatch_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
-    (first, message), second = on_ranks(2, end_on_two_ranks, save_own(tmp_path, "shift"))
-    assert first == "MismatchError"
-    assert second == ("RankError", f"rank 0: MismatchError: {message}")
+def test_a_mismatch_on_one_rank_stops_all_ranks_and_the_first_one_warns(tmp_path: Path) -> None:
+    (first, message, num_warnings), second = on_ranks(2, end_on_two_ranks, save_own(tmp_path, "shift"))
+    assert (first, num_warnings) == ("MismatchError", 1)
+    assert second == ("RankError", f"rank 0: MismatchError: {message}", 0)

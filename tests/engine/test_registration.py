@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "verl first": (IMPORT_VERL, CPU),
     # Then verl's entry point skips the loaded package.
     "package first": ("import importlib.util, verl_pg_plugin; importlib.util.find_spec('verl')" + BUILT, CPU),
+    "registration first": ("import verl_pg_plugin.engine.registration" + BUILT, CPU),
     "external module": (BUILT, CPU | NO_PLUGINS | {"VERL_USE_EXTERNAL_MODULES": "verl_pg_plugin"}),
     "broken": (BROKEN + SELECT_THE_MODE, NVIDIA),
     "broken hooks, the flag set": (FLAG_SET + HOOKS_BROKEN, NVIDIA),
@@ -112,7 +113,8 @@ def test_logs_appear_once_although_vllm_silences_the_root_logger(ended: dict[str
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        *((case, [OURS]) for case in ("package first", "external module", "no plugins, the mode selected")),
+        *((case, [OURS]) for case in ("package first", "registration first", "external module")),
+        ("no plugins, the mode selected", [OURS]),
         *((module, ["True", OURS, "ServerAdapter"]) for module in FIRST_MODULES),
     ],
 )

@@ -63,8 +63,12 @@ def test_random_tries_with_padding_are_exact(padding: Any, hybrids: dict, batch:
 
 
 SPLIT = {  # the kinds differ in their projections
-    "qwen3_5_text": ["small_groups_beside_large_ones", "turns_of_two_sessions_that_part", "equal_and_nested_responses"],
-    "qwen3_next": ["groups_behind_a_chat_template", "a_prompt_that_nearly_fills_the_budget"],
+    "qwen3_5_text": [
+        "small_groups_next_to_large_ones",
+        "turns_of_two_sessions_that_part",
+        "equal_and_nested_responses",
+    ],
+    "qwen3_next": ["groups_with_a_chat_template", "a_prompt_that_nearly_fills_the_budget"],
 }
 
 

@@ -70,6 +70,12 @@ def grpo(num_groups: int, n: int, num_ranks: int, num_mini_batches: int = 1) -> 
     return Problem(group, prompts, responses, num_ranks, num_mini_batches)
 
 
+def test_sequences_of_one_token_cost_nothing_and_are_balanced() -> None:
+    ones = np.ones(4, dtype=np.int64)
+    balance = Problem(np.array([0, 0, 1, 1]), ones, 0 * ones, num_ranks=2, num_mini_batches=1).solve()
+    assert (balance.time, balance.slowest_over_mean) == (0.0, 1.0)
+
+
 @given(problems())
 def test_order_is_a_permutation_with_the_reported_costs_and_cuts(problem: Problem) -> None:
     balance = problem.solve()

@@ -60,6 +60,12 @@ def test_release_links_versions_and_bounds_of_dependencies() -> None:
     assert all(re.search(rf'tested = \[.*"{name}<', text) for name in open_above)
 
 
+def test_build_folders_are_ignored_and_extras_build_nothing() -> None:
+    assert "build/" in (ROOT / ".gitignore").read_text().splitlines()
+    # flash-attn has a source package only, which pip cannot build in isolation: it reads the installed torch.
+    assert not re.search(r'"flash-attn[><=~"]', (ROOT / "pyproject.toml").read_text())
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_can_be_read_and_run_existing_scripts(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())

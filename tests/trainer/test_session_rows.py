@@ -108,3 +108,4 @@ def test_computed_tokens_count_shared_tokens_and_filler_sequences_once(recorded:
     ]
     total = recorded.metrics["actor/prefix_grouper/computed_tokens"]
     assert total - recorded.metrics["actor/prefix_grouper/padding_tokens"] == sum(computed) / len(computed)
+    assert recorded.metrics["prefix_grouper/lost_to_broken_prefixes"] == 0

@@ -127,7 +127,7 @@ def test_a_method_with_other_parameters_is_not_patched(monkeypatch, method: str,
     assert not hasattr(RayPPOTrainer._balance_batch, "wrapped_by_verl_pg_plugin"), "neither method is patched"
 
 
-def test_each_update_logs_its_saved_tokens_and_the_last_one_the_mean(trainer, caplog, monkeypatch) -> None:
+def test_each_update_logs_its_dedup_ratio_and_the_last_one_the_mean(trainer, caplog, monkeypatch) -> None:
     counts = {"total": [800.0], "computed": [200.0], "padding": [0.0]}
     counted = {f"actor/prefix_grouper/{name}_tokens": count for name, count in counts.items()}
 
@@ -142,10 +142,11 @@ def test_each_update_logs_its_saved_tokens_and_the_last_one_the_mean(trainer, ca
     for trainer.global_steps in (1, 2):
         trainer._update_actor(None)
         counted["actor/prefix_grouper/computed_tokens"] = [600.0]
+    counted_tokens = "(tokens of all sequences over computed tokens, updates of the actor)"
     assert caplog.messages == [
-        "step 1/2: 75.0% of tokens not computed, dedup ratio 4.00",
-        "step 2/2: 25.0% of tokens not computed, dedup ratio 1.33",
-        "shared prefixes, mean over the run: 50.0% of tokens not computed, dedup ratio 2.00",
+        f"step 1/2: dedup ratio 4.00 {counted_tokens}",
+        f"step 2/2: dedup ratio 1.33 {counted_tokens}",
+        f"shared prefixes, mean over the run: dedup ratio 2.00 {counted_tokens}",
     ]
     del counted["actor/prefix_grouper/computed_tokens"]  # an update without shared prefixes
     trainer._update_actor(None)

@@ -26,7 +26,7 @@ def test_five_groups_train_on_two_ranks_through_verls_entry_point(tmp_path: Path
     assert step["prefix_grouper/rollout/requests_per_group"] == 4
     shown = (tmp_path / "console.log").read_text()
     assert "rollouts: routing by prompt is on; shared decode is off" in shown
-    assert re.search(r"step 1/1: \d+\.\d% of tokens not computed, dedup ratio \d", shown), "what the step saved"
+    assert re.search(r"step 1/1: dedup ratio \d", shown), "what the step saved"
     assert "shared prefixes, mean over the run: " in shown, "the gain at the end"
 
 

@@ -1,11 +1,15 @@
 """V1 trainers get whole groups on each rank and in each mini-batch, balanced by estimated cost."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transfer_queue
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from transformers import AutoConfig
 from verl.trainer.ppo.v1 import PPOTrainer
@@ -13,10 +17,14 @@ from verl.trainer.ppo.v1 import trainer_base as verls
 
 import verl_pg_plugin
 from tests.own_models import WeightReadForCausalLM, register_own
+from tests.support import jagged
 from tests.trainer.conftest import Workers
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.skeleton import text_skeleton
+from verl_pg_plugin.trainer import groups
 from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config
+
+LOST = "prefix_grouper/lost_to_broken_prefixes"
 
 
 class StockTrainer(PPOTrainer):
@@ -93,13 +101,52 @@ def test_estimated_tokens_are_compared_with_computed_ones(trainer: Any, monkeypa
     assert metrics["prefix_grouper/balance/estimated_over_computed_tokens"] == (2 * (7 + 2 * 3)) / 26
 
 
-def test_turns_of_a_session_share_tokens_in_any_order(trainer: Any) -> None:
+def test_turns_of_a_session_share_tokens_in_any_order(trainer: Any, monkeypatch) -> None:
     """The first turn is the prompt of the second, which adds the two tokens of its response."""
+    monkeypatch.setattr(groups, "_lost_to_broken_prefixes", lambda trainer, batch: 0.0)  # there are no tokens
     batch, metrics = make_batch(["a_0_1", "a_0_0", "b_7_1", "b_7_0"], responses=[2, 3, 2, 3]), {}
     for tag in batch.tags[::2]:
         tag["prompt_len"] = 11
     trainer._balance_batch(batch, metrics)
     assert metrics["prefix_grouper/balance/estimated_tokens"] == 2 * (10 + 2)
+
+
+@pytest.fixture
+def queue(local_ray: None) -> Iterator[None]:
+    transfer_queue.init()
+    yield
+    transfer_queue.close()
+
+
+def put_turns(turns: dict[str, tuple[list[int], list[int]]]) -> KVBatchMeta:
+    """Store prompts and responses as verl's agent loop does."""
+    columns = zip(("prompts", "responses"), zip(*turns.values(), strict=True), strict=True)
+    fields = {name: jagged(map(torch.tensor, column)) for name, column in columns}
+    tags = [{"prompt_len": len(p), "response_len": len(r), "seq_len": len(p + r)} for p, r in turns.values()]
+    transfer_queue.kv_batch_put(list(turns), "train", fields=TensorDict(fields, batch_size=len(turns)), tags=tags)
+    return KVBatchMeta(partition_id="train", keys=list(turns), tags=tags)
+
+
+@pytest.mark.slow
+def test_tokens_lost_to_broken_prefixes_are_counted_and_the_worst_break_is_logged_once(trainer, queue, caplog) -> None:
+    trainer.tokenizer.decode = str
+    first, whole = (list(range(20)), list(range(20, 40))), (list(range(40)), [50, 51])
+    broken = [*range(20), *range(25, 40)], [50, 51]
+    batch = put_turns({"a_0_1": whole, "a_0_0": first, "b_7_1": whole, "b_7_0": first})
+    trainer._balance_batch(batch, metrics := {})
+    assert metrics[LOST] == 0
+    assert "session" not in caplog.text
+    for uid in "cd":
+        batch = put_turns({f"{uid}_0_0": first, f"{uid}_1_0": first, f"{uid}_1_10": broken})
+        filler = {**batch.tags[0], "is_padding": True}  # is not in the queue
+        trainer._balance_batch(KVBatchMeta([*batch.keys, "p_0_0"], [*batch.tags, filler], "train"), metrics)
+        assert metrics[LOST] == 15 / (39 + 36 - 19)
+    (record,) = (record for record in caplog.records if "loses 15 tokens" in record.message)  # once in a run
+    assert record.message.startswith("1 of 2 sessions have a turn that does not begin with an earlier turn: ")
+    assert "\nsession c_1: dedup ratio " in record.message
+    long = [0] * 2**20, [1]  # what follows a million tokens is not read
+    trainer._balance_batch(put_turns({"e_0_0": long, "e_0_1": long, "f_0_0": first, "f_0_1": broken}), metrics)
+    assert metrics[LOST] == 0
 
 
 def test_the_assignment_does_not_depend_on_the_names_of_uids(trainer: Any) -> None:

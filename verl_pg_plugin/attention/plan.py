@@ -105,7 +105,14 @@ def _num_keys(layout: PackedLayout) -> int:
 def _causal_calls(
     layout: PackedLayout, kept: np.ndarray | None, most: float, device: torch.device | str
 ) -> list[VarlenCall]:
-    """Causal calls of the segments with the ``kept`` (K,) keys, or all, each call with at most ``most`` keys."""
+    """Return calls that together have every segment's queries once, and its keys in ``kv_index`` with the causal mask.
+
+    A call has consecutive segments. It reads its keys in place if they are consecutive, and else gathers them.
+
+    Args:
+        kept: (K,) bool, keys of ``kv_index`` that the calls read; None for all.
+        most: limit of keys in a call; a segment with more is a call of its own.
+    """
     kv, cu_q, cu_k = layout.kv_index, layout.cu_seqlens_q, layout.cu_seqlens_k
     if kept is not None:
         kv, cu_k = kv[kept], np.append(0, np.cumsum(np.add.reduceat(kept, cu_k[:-1], dtype=np.int64)))

@@ -1,9 +1,11 @@
 """Subcommands of ``python -m verl_pg_plugin`` and their output."""
 
+import argparse
 from dataclasses import dataclass
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 MODE = "mode"  # subject of the line whose fix switches sharing on
+MAX_COUNT = 10**9  # pairs of tokens fit int64
 
 
 class CommandError(Exception):
@@ -21,6 +23,13 @@ class Check:
 
 
 Section = tuple[str, list[Check]]
+
+
+def count(text: str) -> int:
+    """Read an argument that is an integer from 1 to ``MAX_COUNT``."""
+    if not (text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= MAX_COUNT):
+        raise argparse.ArgumentTypeError(f"{text} is not an integer from 1 to {MAX_COUNT:,}")
+    return int(text)
 
 
 def in_columns(rows: list[tuple[str, ...]]) -> list[str]:

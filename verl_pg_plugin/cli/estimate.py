@@ -8,21 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from verl_pg_plugin.cli import CommandError
+from verl_pg_plugin.cli import CommandError, count
 from verl_pg_plugin.layout import IntArray, PrefixOrder, build_prefix_order
+from verl_pg_plugin.planning.prefix_breaks import Turn, report, tokenize
 
-MAX_TOKENS, MAX_SEQUENCES = 10**9, 10**6  # pairs of tokens fit int64, and arrays of sequences fit in memory
+MAX_SEQUENCES = 10**6  # arrays of sequences fit in memory
 UNKNOWN = 2**31  # token ids from here on are in no vocabulary
 MEASURED = {
-    "Qwen3-4B, prompt 4096, response 1024, n 1": (1.00, 1.52),
-    "Qwen3-4B, prompt 300, response 4096, n 8": (1.06, 1.51),
-    "Qwen3-4B, prompt 2048, response 3072, n 8": (1.54, 2.01),
-    "Qwen3-8B, prompt 16384, response 4096, n 16": (4.00, 4.19),
-    "Qwen3-4B, prompt 8192, response 1024, n 8": (4.50, 5.48),
-    "Qwen3-4B, prompt 32768, response 1024, n 8": (6.60, 7.86),
-    "Qwen3-4B, agents of 10 turns": (9.88, 11.52),
+    "Qwen3-4B, 4 prompts of 4096, response 1024, n 1": (1.00, 2.14, 1.40),
+    "Qwen3-4B, 1 prompt of 300, response 4096, n 8": (1.06, 3.65, 2.42),
+    "Qwen3-4B, 2 prompts of 2048, response 3072, n 8": (1.54, 8.54, 4.25),
+    "Qwen3-8B, 1 prompt of 16384, response 4096, n 16": (4.00, 67.60, 16.14),
+    "Qwen3-4B, 1 prompt of 8192, response 1024, n 8": (4.50, 8.85, 1.61),
+    "Qwen3-4B, 1 prompt of 32768, response 1024, n 8": (6.60, 56.61, 7.20),
+    "Qwen3-4B, 8 agents of 10 turns": (9.88, 8.50, 0.74),
 }
-"""Dedup ratio and speed-up of updates on one H200 (docs/data/updates.csv)."""
+"""Updates on one H200 (docs/data/updates.csv): dedup ratio, seconds of stock verl with rmpad, and of packed mode."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,20 +31,14 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("estimate", help=about, description=f"Count {about}. Nothing is run.")
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder or hub id; weights are not read")
-    add("--prompt", type=_count, help="tokens per prompt")
-    add("--response", type=_count, help="tokens per response (mean)")
-    add("--n", type=_count, default=8, help="responses per prompt (8)")
+    add("--prompt", type=count, help="tokens per prompt")
+    add("--response", type=count, help="tokens per response (mean)")
+    add("--n", type=count, default=8, help="responses per prompt (8)")
     add("--data", type=Path, help="instead of --prompt: parquet file of prompts as verl reads it")
     add("--prompt-key", default="prompt", help="column of the messages (prompt)")
     add("--rollouts", type=Path, help="instead of lengths: trainer.rollout_data_dir of a run; the last step is read")
-    add("--groups", type=_count, default=8, help="prompts read from --data or --rollouts (the first 8)")
+    add("--groups", type=count, default=8, help="prompts read from --data or --rollouts (the first 8)")
     parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    if not (text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= MAX_TOKENS):
-        raise argparse.ArgumentTypeError(f"{text} is not an integer from 1 to {MAX_TOKENS:,}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,13 +57,14 @@ def run(args: argparse.Namespace) -> None:
     else:
         order, prompts = (read_data if args.data else read_rollouts)(args, load(AutoTokenizer, args.model))
     total, computed = int(order.num_tokens.sum()) + len(prompts), int(order.num_new.sum())
-    nearest, (ratio, speedup) = min(MEASURED.items(), key=lambda row: abs(np.log(row[1][0] * computed / total)))
+    nearest, (ratio, stock, packed) = min(MEASURED.items(), key=lambda row: abs(np.log(row[1][0] * computed / total)))
     for issue in architecture_issues(config, trust_remote_code=False):
         sys.stdout.write(f"packed mode refuses the model: {issue.why}. Fix: {issue.fix or 'another --model'}\n")
     sys.stdout.write(
         f"tokens: {total:,} in total, {computed:,} computed, dedup ratio {total / computed:.2f}\n"
         f"{count_flops(config, order, prompts)}\n"
-        f"measured, not predicted: {nearest}: dedup ratio {ratio:.2f}, update {speedup:.2f}x as fast on one H200\n"
+        f"measured, not predicted: {nearest}: dedup ratio {ratio:.2f}, an update on one H200 takes {packed:.2f} s, and "
+        f"{stock:.2f} s in stock verl with rmpad\n"
     )
 
 
@@ -101,7 +97,7 @@ def read_data(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, In
     try:
         chats = pq.read_table(args.data, columns=[args.prompt_key])[0][: args.groups].to_pylist()
         texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
-        order, lengths = _sorted(tokenizer, [(text, "") for text in texts])
+        order, lengths = _sorted([tokenize([(text, "")], tokenizer)[0] for text in texts])
     except Exception as error:  # from pyarrow or the checkpoint's chat template
         why = f"--data={args.data} --prompt-key={args.prompt_key}: {type(error).__name__}: {error}"
         raise CommandError(f"{why}. Fix: a parquet file, and its column of messages") from error
@@ -112,30 +108,32 @@ def read_data(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, In
 def read_rollouts(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder, IntArray]:
     """Read the first groups of the last step that verl dumped, as text without special tokens."""
     file = max(args.rollouts.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem), default=args.rollouts)
-    groups: dict[str, list[tuple[str, str]]] = {}
+    groups: dict[str, dict[str, list[tuple[str, str]]]] = {}
     try:
         for line in filter(None, file.read_text("utf-8", "replace").split("\n")):  # not splitlines: Unicode
             record = json.loads(line)
-            # Sequences of a prompt share their uid except its suffix ``_session_output``; V0 dumps no uid.
-            uid = str(record["uid"]).rsplit("_", 2)[0] if "uid" in record else record["input"]
-            groups.setdefault(uid, []).append((record["input"], record["output"]))
-        texts = [pair for group in list(groups.values())[: args.groups] for pair in group]
-        order, prompts = _sorted(tokenizer, texts)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+            # Turns share their uid except its suffix ``_turn``, a prompt's sessions also ``_session``; V0 dumps no uid.
+            session = str(record["uid"]).rsplit("_", 1)[0] if "uid" in record else line
+            uid = session.rsplit("_", 1)[0] if "uid" in record else record["input"]
+            groups.setdefault(uid, {}).setdefault(session, []).append((record["input"], record["output"]))
+        read = dict(item for group in list(groups.values())[: args.groups] for item in group.items())
+        sessions = {name: tokenize(texts, tokenizer) for name, texts in read.items()}
+        order, prompts = _sorted([turn for turns in sessions.values() for turn in turns])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "the folder that a run named as trainer.rollout_data_dir, after it has written a step"
         raise CommandError(f"--rollouts={file}: no lines with input and output ({error}). Fix: {fix}") from error
-    sys.stdout.write(f"{len(texts)} sequences of {file.name}, as text without special tokens\n")
+    sys.stdout.write(f"{len(prompts)} sequences of {file.name}, as text without special tokens\n")
+    sys.stdout.write(report(sessions, tokenizer.decode, most=3))
     return order, prompts
 
 
-def _sorted(tokenizer: Any, texts: list[tuple[str, str]]) -> tuple[PrefixOrder, IntArray]:
+def _sorted(turns: list[Turn]) -> tuple[PrefixOrder, IntArray]:
     """Return the prefix order of B tokenized sequences, and their prompt lengths (B,) in that order."""
-    pairs = [[tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair] for pair in texts]
-    if not (pairs and all(prompt for prompt, _ in pairs)):
+    if not (turns and all(turn.prompt for turn in turns)):
         raise ValueError("prompts need at least one token")
-    tokens = [np.array(prompt + (response or [UNKNOWN + row])) for row, (prompt, response) in enumerate(pairs)]
+    tokens = [np.append(ids, UNKNOWN + row) if len(ids) == n else ids for row, (ids, n) in enumerate(turns)]
     order = build_prefix_order(np.concatenate(tokens), np.cumsum([0, *map(len, tokens)]))
-    return order, np.array([len(pairs[row][0]) for row in order.sequences])
+    return order, np.array([turns[row].prompt for row in order.sequences])
 
 
 def _with_responses(prompts: IntArray, shared: IntArray, args: argparse.Namespace) -> tuple[PrefixOrder, IntArray]:

@@ -52,7 +52,8 @@ def patch(folder: Path) -> None:
         raise CommandError(f"{config_path} is not JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type != "qwen3":
-        why = f"model_type is {model_type!r}, not 'qwen3'; other architectures need no patch in packed mode"
+        why = f"model_type is {model_type!r}, not 'qwen3'; other architectures need no patch in packed mode "
+        why += "(actor_rollout_ref.model.use_remove_padding=True)"
         raise CommandError(f"{config_path}: {why}")
     auto_map = config.get("auto_map") or {}
     foreign = {name: auto_map[name] for name, ours in AUTO_MAP.items() if auto_map.get(name, ours) != ours}

@@ -9,20 +9,9 @@ from pathlib import Path
 
 from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.config.mode import Engine, Mode
+from verl_pg_plugin.tested import COMPILED_TYPES
 
 COMPILE_LAYERS = f"++{OPTIONS}.compile_layers"
-
-_RAN_ON_A_GPU = """
-arcee axk1 beam bitnet codegen cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v2 deepseek_v3 dots1
-ernie4_5 exaone exaone4 exaone_moe flint fuyu gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4
-glm4_moe glm4_moe_lite gpt_bigcode gpt_neox gpt_oss gptj granite helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
-hy_v3 hyperclovax internlm3 iquestcoder jais2 laguna llama mellum minimax_m2 minimax_m3_vl_text ministral ministral3
-mistral mixtral moshi nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl
-qwen3 qwen3_moe qwen3_vl qwen3_vl_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
-"""
-COMPILED_TYPES = frozenset(_RAN_ON_A_GPU.split())
-"""Model types whose layers ``compile_layers=auto`` compiles. On a GPU their bf16 error is that of stock verl
-(docs/data/gpu_tests_one_h200.csv); on a CPU they are exact in float32 (tests/architectures/test_compiled_layers.py)."""
 
 WRONG_COMPILED: dict[str, str] = {"apertus": "are 1e-4 off in a log-prob and 1e-5 in a gradient (torch 2.13 on a CPU)"}
 """Model types with inexact layers under ``torch.compile``: ``compile_layers=True`` is refused."""

@@ -27,15 +27,18 @@ class PrefixGrouperOptions:
             selects per micro-batch the first of attention, attention_on_host and inputs_on_host that fits. Gradients
             are bitwise equal at all levels that split groups in the same way.
         compile_layers: run ``torch.compile`` on every decoder layer, except its attention. auto compiles on a GPU the
-            model types that were tested compiled on one (``config.compile``). True compiles wherever possible.
+            model types that were tested compiled on one (``tested.py``). True compiles wherever possible.
         logits_chunk_size: tokens per chunk of logits in packed mode. Up to twice as many stay one chunk; 0 never cuts.
         prefix_cache: auto lets the chunks of a split group read their prefix from a cache if that is cheaper. off
             recomputes the prefix in each chunk.
         rollout: auto routes the samples of a prompt to one server, lets vLLM read a shared prompt once per decode
             step, and polls for finished responses every 0.1 s, each if it pays. off leaves rollouts unchanged.
-        verify: recompute two samples of a micro-batch separately and end the run if they differ. first checks the
-            first micro-batch, every_100 every 100th, off none. auto checks the first mini-batch of old log-probs and
-            of updates if no test covers the model's class or a boolean of its config.
+        verify: recompute two samples of a micro-batch, each in a separate forward, compare the outputs of their
+            response tokens, and end the run if they differ. Each engine counts forwards alone and updates separately.
+            first checks the first micro-batch with shared tokens, and the first in which attention crosses segments.
+            every_100 checks the first and every 100th after it, off none. auto checks models of which no test covers
+            a class, a forward, the type or a boolean of the config. It checks all micro-batches of the first
+            mini-batch and, if attention crossed no segments there, those that do in the first later mini-batch.
         verify_tolerance: largest error per token, relative to values above 1. null measures it during the run.
 
     Raises:

@@ -3,13 +3,14 @@
 verl, Hydra and Ray report other faults within a minute: missing files, too few GPUs, unknown engines.
 """
 
+import difflib
 import inspect
 import io
 import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
@@ -56,11 +57,15 @@ def check(config: DictConfig, *, asks_verl: bool = False) -> None:
         doctor = "python -m verl_pg_plugin doctor --full checks the names that the plugin patches"
         logger.warning("verl_pg_plugin: %s; %s", "; ".join(versions), doctor)
     issues = preflight(config, asks_verl=asks_verl)
+    log_warnings(issues)
+    if errors := [issue for issue in issues if not issue.is_warning]:
+        raise ConfigError(errors)
+
+
+def log_warnings(issues: Iterable[Issue]) -> None:
     for issue in issues:
         if issue.is_warning:
             logger.warning("verl_pg_plugin: %s: %s. Fix: %s", issue.where, issue.why, issue.fix)
-    if errors := [issue for issue in issues if not issue.is_warning]:
-        raise ConfigError(errors)
 
 
 def preflight(config: DictConfig, *, asks_verl: bool = False) -> list[Issue]:
@@ -121,6 +126,7 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
         if flag not in (None, True, False):  # 1 and 0 pass; the string "no" would be true
             why = "is not a boolean; the values are True and False without quotes"
             yield Issue(f"{key}={flag}", why, f"{key}=True or False")
+    yield from unread_keys(config)
     section = OmegaConf.select(config, OPTIONS)
     if isinstance(section, DictConfig):
         options = {str(name): OmegaConf.select(section, str(name)) for name in section if name != "_target_"}
@@ -131,6 +137,19 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
     elif OPTIONS in config:
         fix = f"++{OPTIONS}.<option>=<value>, or remove it"
         yield Issue(f"++{OPTIONS}={section}", "is not a section of options", fix)
+
+
+def unread_keys(config: DictConfig) -> Iterator[Issue]:
+    """Warn of keys with "prefix" in them that look like the flag or an option of this plugin, and are neither."""
+    flag, cached = USE_PREFIX_GROUPER.rpartition(".")[2], "prefix_cache"
+    ours = {flag: f"{USE_PREFIX_GROUPER}=True"}
+    ours |= {OPTIONS: f"++{OPTIONS}.<option>=<value>", cached: f"++{OPTIONS}.{cached}=<value>"}
+    for where, section, read in ("", config, OPTIONS), (f"{ACTOR}.", OmegaConf.select(config, ACTOR) or (), flag):
+        for name in map(str, section):
+            if "prefix" in name and name != read:
+                (close,) = difflib.get_close_matches(name, ours, n=1, cutoff=0)
+                why, fix = "this plugin does not read it", f"did you mean {ours[close]}?"
+                yield Issue(f"{where}{name}", why, fix, is_warning=True)
 
 
 def _combinations(config: DictConfig) -> Iterator[Issue]:

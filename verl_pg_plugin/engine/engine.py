@@ -201,7 +201,8 @@ class SharedPrefixEngine(FSDPEngine):
         if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
             output["metrics"].update(metrics)
         else:  # verl's SFT trainer would pass lists of lists to its loggers, which reject them
-            logger.info("shared prefixes: dedup ratio %.2f", metrics["prefix_grouper/dedup_ratio"][0])
+            text = "shared prefixes: dedup ratio %.2f (tokens of all sequences over computed tokens)"
+            logger.info(text, metrics["prefix_grouper/dedup_ratio"][0])
         return output
 
     def _mini_batch(self, plan: Plan, loss_function: Callable | None, forward_only: bool) -> MiniBatch:

@@ -111,7 +111,11 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
 
 
 def reshard(module: nn.Module) -> None:
-    """Free weights that FSDP2 keeps gathered after a forward alone; their gradients are those of the shards."""
+    """Free the gathered weights of all FSDP2 modules; modules of FSDP1 are left as they are.
+
+    FSDP2 keeps the root's weights gathered until a backward frees them. So this runs after forwards without one: after
+    verified samples, and before free memory is measured.
+    """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

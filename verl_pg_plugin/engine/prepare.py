@@ -165,13 +165,14 @@ def load_value_model(
 ) -> Any:
     """Load a token classifier with one label; raise ValueError if the architecture has none.
 
-    The head is new if ``local_path`` holds a causal LM.
+    ``local_path`` is verl's local copy of ``critic.model.path``. The head is new if ``local_path`` holds a causal LM.
     """
     own_class = "AutoModelForTokenClassification" in (getattr(model_config, "auto_map", None) or {})
     if not (own_class and trust_remote_code) and type(model_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise ValueError(
-            f"critic.model.path={local_path}: transformers has no token classifier for {model_config.model_type!r}. "
-            "Fix: set critic.model.path to a checkpoint of an architecture that has one (qwen3, qwen2, llama, ...)"
+            f"critic.model.path (read from {local_path}): transformers has no token classifier for "
+            f"{model_config.model_type!r}. Fix: set critic.model.path to a checkpoint of an architecture that has one "
+            "(qwen3, qwen2, llama, ...)"
         )
     return AutoModelForTokenClassification.from_pretrained(
         local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -166,7 +167,7 @@ class Verifier:
         self._is_auto = options.verify == "auto"
         self._untested = max(gather(untested)) if self._is_auto else ""  # all ranks verify, or none
         self.enabled = bool(self._untested) if self._is_auto else options.verify != "off"
-        if self._untested:
+        if self._untested and dist.get_rank() == 0:
             logger.warning(
                 "verify=auto: %s, so two sequences of each micro-batch are verified in the first mini-batch of each "
                 "kind; ++prefix_grouper.verify=off skips that",
@@ -178,10 +179,14 @@ class Verifier:
         self._turn, self._seconds = 0, 0.0
 
     def choose(self, planned: PlannedMicroBatch, sequences: Sequences, kind: str) -> list[int]:
-        """Return the samples of a micro-batch to verify; call once for each. ``kind`` is "update" or "forward-only".
+        """Return the indices in ``sequences`` of the samples to verify; empty if the micro-batch is not verified.
 
-        Empty, or equally many on every rank: the sample with most attention to a shared prefix, and another one that
-        changes from call to call. A single sample is returned twice.
+        Call it once for each micro-batch on every rank, as it counts them. All ranks get ``NUM_SAMPLES`` indices, or
+        none. In the first verified micro-batch they are the sample with most attention to a shared prefix, and the one
+        halfway down that order; each later one starts one place further. A single sample is returned twice.
+
+        Args:
+            kind: "update" or "forward-only"; they are counted separately.
         """
         self._seen[kind] += 1
         if not self._is_due(planned, kind):

@@ -103,9 +103,9 @@ class Images(Modality):
         return replace(sequences, keys=keys, positions=positions, offset_in_image=offset_in_image, images=images)
 
     def _tiles(self, sequence: int, output: dict[str, Any]) -> dict[str, Any]:
-        """Return the pixels of a sequence's tiles as (patches, elements), in their order in memory, and (tiles, 3) grids.
+        """Return a sequence's pixels as (patches, elements), in their order in memory, and (tiles, 3) grids.
 
-        Raises BatchError for images of another size.
+        BatchError for images of another size.
         """
         (kind,) = self.kinds
         if (pixels := output.get(kind.pixels)) is None:

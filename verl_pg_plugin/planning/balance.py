@@ -45,16 +45,23 @@ class Balance:
 
     @property
     def slowest_over_mean(self) -> float:
-        """``time`` over that of perfectly balanced ranks."""
-        return self.time / float(self.cost.mean(axis=0).sum())
+        """``time`` over that of perfectly balanced ranks; 1 if there is nothing to compute."""
+        mean = float(self.cost.mean(axis=0).sum())
+        return self.time / mean if mean else 1.0
 
 
 def order_by_sessions(
     group: IntArray, session: IntArray, place: IntArray, prompt_lengths: IntArray, response_lengths: IntArray
 ) -> PrefixOrder:
-    """Sort sequences by group (in order of first sequences), session (longest first) and place in the session.
+    """Return the prefix order of B sequences, as far as their lengths determine it (see the module docstring).
 
-    All arguments are (B,); ``session`` numbers are unique within a group.
+    Groups are in the order of their first sequences, sessions of a group by descending length of their longest
+    sequence, and sequences of a session by ``place``.
+
+    Args:
+        group, session: (B,) numbers; those of sessions are unique within a group.
+        place: (B,) position in the session.
+        prompt_lengths, response_lengths: (B,) in tokens.
     """
     lengths = prompt_lengths + response_lengths
     _, first_of_group, group = np.unique(group, return_index=True, return_inverse=True)

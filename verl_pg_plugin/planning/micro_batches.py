@@ -179,7 +179,11 @@ class _Planner:
         return shares_much and self.policy.keeps_whole(self.tokens(group), longest)
 
     def cut(self, at_least: int) -> list[list[_Part]]:
-        """Return split groups as lists of parts in forward order, and lists of one part; ``at_least`` parts in all."""
+        """Cut all sequences into micro-batches, at least ``at_least`` of them.
+
+        Returns a list of parts for each split group, in forward order, and a list of one part for every other
+        micro-batch. If the budget needs fewer parts than ``at_least``, there are exactly that many.
+        """
         chunks: list[list[_Span]] = []  # of each split group; of whole groups a list of one
         for group in self.groups():
             for span in [group] if self.stays_whole(group) else self.split(group):

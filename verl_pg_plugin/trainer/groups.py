@@ -1,4 +1,4 @@
-"""Assign the sequences of a batch to ranks and mini-batches, for V1 and V0, and log how many tokens sharing saved."""
+"""Assign the sequences of a batch to ranks and mini-batches, for V1 and V0, and log the dedup ratio."""
 
 import logging
 import re
@@ -13,6 +13,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
+from verl_pg_plugin.planning.prefix_breaks import Turn, count_tokens, report
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # verl's default level is WARNING
@@ -62,6 +63,8 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
     metrics["prefix_grouper/balance/cut_groups"] = balance.num_cut_groups
     metrics[ESTIMATED_TOKENS] = balance.num_tokens / num_mini_batches
     metrics.update(rollout_metrics(trainer))
+    if is_v1 and len({*zip(uids, sessions.tolist(), strict=True)}) < len(uids):
+        metrics["prefix_grouper/lost_to_broken_prefixes"] = _lost_to_broken_prefixes(trainer, batch)
     batch.reorder(balance.order.tolist() if is_v1 else torch.from_numpy(balance.order))
 
 
@@ -79,6 +82,24 @@ def rollout_metrics(trainer: Any) -> dict[str, float]:
     return dict(ray.get(router.take_metrics.remote())) if hasattr(router, "take_metrics") else {}
 
 
+def _lost_to_broken_prefixes(trainer: Any, batch: Any) -> float:
+    """Return the fraction of computed tokens that breaks cost in V1's first sessions; log the worst break once."""
+    import transfer_queue  # not installed in all runs on V0
+
+    tags = {key: tag for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")}
+    keys = sorted(tags, key=_split_key)
+    keys = keys[: np.searchsorted(np.cumsum([tags[key]["seq_len"] for key in keys]), 2**20) + 1]  # about two seconds
+    fields = transfer_queue.kv_batch_get(keys, batch.partition_id, select_fields=["prompts", "responses"])
+    sessions: dict[str, list[Turn]] = {}
+    for key, *parts in zip(keys, fields["prompts"].unbind(), fields["responses"].unbind(), strict=True):
+        sessions.setdefault("{}_{}".format(*_split_key(key)), []).append(Turn(torch.cat(parts).numpy(), len(parts[0])))
+    computed, lost = count_tokens(sessions.values())
+    if lost and not hasattr(trainer, "_pg_described_breaks"):
+        trainer._pg_described_breaks = True
+        logger.warning("%s", report(sessions, trainer.tokenizer.decode, most=1))
+    return lost / max(computed, 1)
+
+
 def actor_flops(config: DictConfig) -> Any:
     """Return the FLOPs of the actor, from its config alone; no weights are read."""
     from verl_pg_plugin.planning.cost import ModelFlops
@@ -93,7 +114,7 @@ def actor_flops(config: DictConfig) -> Any:
 
 
 def updated(trainer: Any, metrics: dict[str, Any]) -> None:
-    """Log the tokens that sharing saved in an update, and after the last step in all steps of this process.
+    """Log the dedup ratio of an update, and after the last step in all steps of this process.
 
     ``metrics`` of an update are numbers, or one for each rank or mini-batch. V1's contain the balance's metrics too, to
     which the ratio of estimated to computed tokens is added.
@@ -113,11 +134,11 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
         metrics["prefix_grouper/balance/estimated_over_computed_tokens"] = ratio
     tokens = np.array([np.mean(metrics[total]), np.mean(metrics[computed])])
     step, last = getattr(trainer, "global_steps", 0), getattr(trainer, "total_training_steps", None)
-    logger.info("step %d/%s: %s", step, last or "?", _savings(*tokens))
+    logger.info("step %d/%s: %s", step, last or "?", _dedup_ratio(*tokens))
     trainer._pg_tokens = getattr(trainer, "_pg_tokens", 0) + tokens
     if last and step >= last:
-        logger.info("shared prefixes, mean over the run: %s", _savings(*trainer._pg_tokens))
+        logger.info("shared prefixes, mean over the run: %s", _dedup_ratio(*trainer._pg_tokens))
 
 
-def _savings(total: float, computed: float) -> str:
-    return f"{1 - computed / total:.1%} of tokens not computed, dedup ratio {total / computed:.2f}"
+def _dedup_ratio(total: float, computed: float) -> str:
+    return f"dedup ratio {total / computed:.2f} (tokens of all sequences over computed tokens, updates of the actor)"
