@@ -90,17 +90,15 @@ class Images(Modality):
         module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
-        outputs, positions, offsets = self.read_outputs(data), read_positions(data), sequences.offsets
+        outputs, given, offsets = self.read_outputs(data), read_positions(data), sequences.offsets
         if self.tile:
-            check_counted(positions, offsets)
+            check_counted(given, offsets)
             outputs = [self._tiles(sequence, output) for sequence, output in enumerate(outputs)]
-            positions = counted(offsets)[None]
         images = self._find_images(sequences, outputs)
-        if not self.tile:
-            positions = _mrope_positions(positions, offsets, has_images=any(images))
+        positions = counted(offsets)[None] if self.tile else _mrope_positions(given, offsets, has_images=any(images))
         keys, offset_in_image = _build_keys(sequences, positions, images)
-        positions = None if self.tile else positions
-        return replace(sequences, keys=keys, positions=positions, offset_in_image=offset_in_image, images=images)
+        taken = None if self.tile else positions
+        return replace(sequences, keys=keys, positions=taken, offset_in_image=offset_in_image, images=images)
 
     def _tiles(self, sequence: int, output: dict[str, Any]) -> dict[str, Any]:
         """Return a sequence's pixels as (patches, elements), in their order in memory, and (tiles, 3) grids.
