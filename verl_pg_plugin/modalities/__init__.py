@@ -8,7 +8,7 @@ from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, MROPE_MODEL_TYPE
 from verl_pg_plugin.modalities.modality import TEXT, Kind, Modality
 
 _NO_MASKS = {"attention_mask": {"full_attention": None, "sliding_attention": None}}
-"""Gemma's outer model would build a mask for each layer type, and in training transformers 5.5 needs token types for it."""
+"""Gemma's outer model would build a mask for each layer type; transformers 5.5 needs token types for it in training."""
 _BIDIRECTIONAL = Modality(refuses="and tokens of an image see later ones", keywords=_NO_MASKS)
 TEXT_PARTS: dict[str, Modality] = {
     **dict.fromkeys(("gemma3", "gemma4", "gemma4_unified"), _BIDIRECTIONAL),
