@@ -32,7 +32,7 @@ ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "mrope_section
         (transformers.Qwen3Config(**TINY, is_causal=False), "see later ones (is_causal=False"),
         (transformers.Gemma3TextConfig(**TINY, use_bidirectional_attention=True), "use_bidirectional_attention=True"),
         (transformers.Gemma4TextConfig(**TINY, use_bidirectional_attention="all"), "see later ones ("),
-        (transformers.Glm4vConfig(), "multimodal"),
+        (transformers.Idefics3Config(), "multimodal"),
         (transformers.BloomConfig(), "attention interface"),
         (transformers.Starcoder2Config(residual_dropout=0.1), "residual_dropout=0.1"),
         (transformers.MixtralConfig(router_jitter_noise=0.01), "router_jitter_noise=0.01"),

@@ -92,7 +92,7 @@ class SharedPrefixEngine(FSDPEngine):
             logger.warning("%s mode: %s", "packed" if self.packed else "prefix_grouper", why)
 
     def _build_module(self) -> nn.Module:
-        prepare_config(self.model_config.hf_config, self.modality)
+        prepare_config(self.model_config.hf_config)
         refused = own_attention_refused(self.model_config.hf_config.model_type)
         with upstream.forwards_left_alone(), refused:  # verl's own forwards drop our keyword
             module = super()._build_module()
