@@ -135,17 +135,6 @@ def test_padded_groups_are_exact_with_options(qwen3: str) -> None:
     check_exact(engine, qwen3, make_batch(MIXED, **PADDED))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_log_probs_do_not_depend_on_sibling_responses(engines: dict[str, Any], mode: str) -> None:
-    samples = group(12, [6, 6, 6], 8)
-    changed = [samples[0], Sample(samples[1].prompt, [t ^ 1 for t in samples[1].response]), samples[2]]
-    before, after = (
-        infer(engines[mode], make_batch(some, **MODES[mode]))["model_output"]["log_probs"].unbind()
-        for some in (samples, changed)
-    )
-    assert [torch.equal(*rows) for rows in zip(before, after, strict=True)] == [True, False, True]
-
-
 def test_unread_positions_are_zero(packed: Any) -> None:
     """The last token predicts nothing."""
     log_probs = infer(packed, make_batch(MIXED))["model_output"]["log_probs"]

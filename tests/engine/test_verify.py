@@ -64,8 +64,8 @@ def break_layouts(engine: Any, fault: Callable[[PackedLayout], PackedLayout] = w
     def broken(*args: Any) -> MiniBatch:
         batch = mini_batch(*args)
         inputs = batch.inputs
-        vars(batch)["inputs"] = lambda layout, *args, **kwargs: inputs(
-            fault(layout) if layout.shares_tokens else layout, *args, **kwargs
+        vars(batch)["inputs"] = lambda layout, *args, **context: inputs(
+            fault(layout) if layout.shares_tokens else layout, *args, **context
         )
         return batch
 
@@ -91,13 +91,16 @@ def verified(metrics: dict[str, list[float]]) -> float:
 def test_random_groups_pass_whatever_the_scale_of_the_weights(tmp_path: Path, precision: str, scale: float) -> None:
     path = save_tiny_model(tmp_path, initializer_range=scale)
     engine = make_engine(path, engine={**ALWAYS, **PRECISIONS[precision]})
-    batches = [make_batch(random_samples(seed), calculate_sum_pi_squared=True) for seed in range(6)]
-    assert sum(verified(inferred(engine, batch)) for batch in batches) + verified(updated(engine, batches[-1])) >= 12
+    batches = [make_batch(random_samples(seed), calculate_sum_pi_squared=True) for seed in range(3)]
+    assert sum(verified(inferred(engine, batch)) for batch in batches) + verified(updated(engine, batches[-1])) >= 6
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_layout_is_caught(qwen3: str, precision: str, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "precision"),
+    [*(("wrong_key", precision) for precision in PRECISIONS), ("position_off_by_one", "bf16"), ("wrong_head", "bf16")],
+)
+def test_a_fault_in_the_layout_is_caught(qwen3: str, fault: str, precision: str) -> None:
+    """Tolerances are widest in bf16."""
     engine = make_engine(qwen3, engine={**FIRST, **PRECISIONS[precision]})
     with pytest.raises(MismatchError, match="log_probs"):
         infer(break_layouts(engine, FAULTS[fault]), make_batch(SAMPLES, calculate_entropy=False))
@@ -229,27 +232,19 @@ def test_a_tie_that_the_first_noise_misses_is_detected_by_later_noise() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_one_wrong_token_of_a_moe_model_is_detected_in_bf16(model_type: str, tmp_path: Path) -> None:
+def test_one_wrong_token_of_a_moe_model_is_detected_in_bf16(model_type: str, tmp_path: Path, monkeypatch) -> None:
     engine = make_engine(save_causal(tmp_path, model_type), engine={**ALWAYS, **PRECISIONS["bf16"]})
-    for seed in range(3):
-        infer(engine, make_batch(random_samples(seed)))
-    mini_batch = engine._mini_batch
+    infer(engine, make_batch(random_samples(0)))
+    compute = MiniBatch.compute
 
-    def broken(*args: Any) -> MiniBatch:
-        batch = mini_batch(*args)
-        compute = batch.compute
+    def one_wrong_token(batch: MiniBatch, inputs: Any, fields: TensorDict) -> dict[str, torch.Tensor]:
+        outputs = compute(batch, inputs, fields)
+        if inputs.layout.shares_tokens:
+            log_probs = outputs["log_probs"]
+            log_probs.values()[log_probs.offsets()[1:] - 2] -= 5.0
+        return outputs
 
-        def one_wrong_token(inputs: Any, fields: TensorDict) -> dict[str, torch.Tensor]:
-            outputs = compute(inputs, fields)
-            if inputs.layout.shares_tokens:
-                log_probs = outputs["log_probs"]
-                log_probs.values()[log_probs.offsets()[1:] - 2] -= 5.0
-            return outputs
-
-        vars(batch)["compute"] = one_wrong_token
-        return batch
-
-    engine._mini_batch = broken
+    monkeypatch.setattr(MiniBatch, "compute", one_wrong_token)
     with pytest.raises(MismatchError, match="log_probs of response token"):
         infer(engine, WHOLE)
 
