@@ -4,7 +4,6 @@ import re
 import shutil
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import transformers
@@ -32,15 +31,6 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
     engine = make_engine(qwen3, packed=sharing, padded=not remove_padding)
     assert (type(engine) is FSDPEngineWithLMHead) == (not sharing)
     assert getattr(engine, "packed", None) == (remove_padding if sharing else None)
-
-
-def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj"])
-    peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    lora = {"lora_rank": 4, "lora_adapter_path": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"adapter_config.json has lora_dropout=0\.1, .*use_prefix_grouper=False"):
-        make_engine(qwen3, model=lora)
 
 
 def test_dropout_and_a_class_outside_the_attention_interface_are_named() -> None:

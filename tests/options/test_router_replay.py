@@ -77,7 +77,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
     computed, engines = {}, {}
     for mode in ("R3", "R2"):
         options = {"ulysses_parallel_size": ulysses, "router_replay": EngineRouterReplayConfig(mode=mode)}
-        engines[mode] = make_engine(path, strategy="veomni", splits=True, engine={**options, "verify": "every_1"})
+        engines[mode] = make_engine(path, strategy="veomni", splits=True, engine={**options, "verify": "first"})
     engine = engines["R2"]
     mine = torch.arange(len(SAMPLES)).tensor_split(engine.get_data_parallel_size())[engine.get_data_parallel_rank()]
     mine = mine.tolist()
