@@ -147,16 +147,9 @@ def test_unread_positions_are_zero(packed: Any) -> None:
 
 COMPUTED = (19 + 5 + 9 + 1 + 7, 2 + 5 + 3, 33 + 4 - 1)
 """Tokens of the groups of ``MIXED``."""
-LOGICAL = sum(len(s.prompt) + len(s.response) for s in MIXED)
 COUNTED: dict[str, dict[str, float]] = {
-    "packed": {
-        "total_tokens": LOGICAL,
-        "computed_tokens": sum(COMPUTED),
-        "dedup_ratio": LOGICAL / sum(COMPUTED),
-        "groups_per_micro_batch": 1,
-        "attention_backend/sdpa": 1,
-        "unshared_micro_batches": 1,  # of the group of one
-    },
+    # The group of one shares nothing.
+    "packed": {"computed_tokens": sum(COMPUTED), "attention_backend/sdpa": 1, "unshared_micro_batches": 1},
     "padding": {"computed_tokens": 3 * 60, "padding_tokens": 3 * 60 - sum(COMPUTED)},
     "padded groups": {"computed_tokens": 3 * max(COMPUTED), "groups_per_micro_batch": 3},
 }
