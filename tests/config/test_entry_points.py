@@ -7,7 +7,6 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from verl.trainer import main_ppo as verls_main_ppo
-from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.main_ppo_v0 import TaskRunner
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -74,14 +73,14 @@ def test_entry_points_end_before_ray(
     assert ("Traceback" in printed) == (code == 1)
 
 
-@pytest.mark.parametrize(("mode", "use_v1"), [(Mode.RMPAD, True), (Mode.PACKED, False)])
-def test_runs_start_verls_own_task_runner(mode, use_v1, runnable_overrides, tmp_path, monkeypatch):
+def test_v0_runs_start_verls_own_task_runner(runnable_overrides, tmp_path, monkeypatch) -> None:
+    """``tests/test_end_to_end.py`` starts the one of V1."""
     started = []
     monkeypatch.setattr(verls_main_ppo, "run_ppo", lambda config, task_runner_class: started.append(task_runner_class))
-    flags = (f"{ACTOR}.use_prefix_grouper={mode.shares_prefixes}", f"trainer.use_v1={use_v1}")
-    monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, *flags, f"hydra.run.dir={tmp_path}"])
+    given = *runnable_overrides, FLAG, "trainer.use_v1=False", f"hydra.run.dir={tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *given])
     main_ppo.main()
-    assert started == [TaskRunnerV1 if use_v1 else TaskRunner]
+    assert started == [TaskRunner]
 
 
 ONE_LINE_OF_TRAINERS = """
