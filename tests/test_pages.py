@@ -60,3 +60,11 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
         parts = [part.strip() for part in re.split(r"\.\.\.|\bN\b", quoted)]
         assert max(map(len, parts)) > 12, f"{quoted!r} is too short to search for"
         assert all(part in code for part in parts), quoted
+
+
+def test_the_walk_of_a_mini_batch_names_what_its_files_define() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    stops = re.findall(r"`(\w+/\w+\.py): (\w+)`", page)
+    assert len(stops) > 22
+    for file, name in stops:
+        assert re.search(rf"^ *(def|class) {name}\b", (ROOT / "verl_pg_plugin" / file).read_text(), re.M), (file, name)

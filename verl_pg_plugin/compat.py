@@ -56,12 +56,15 @@ SIGNATURES = {
     "verl.trainer.main_ppo.run_ppo": "config task_runner_class",
     "verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch": "batch metrics logging_prefix",
     "verl.trainer.ppo.v1.trainer_base.PPOTrainer._update_actor": "batch metrics",
+    "verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_old_log_prob": "batch metrics",
     "verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch": "batch metrics logging_prefix",
     "verl.trainer.ppo.ray_trainer.RayPPOTrainer._update_actor": "batch",
+    "verl.trainer.ppo.ray_trainer.RayPPOTrainer._compute_old_log_prob": "batch",
     "verl.utils.model.load_valuehead_model": "local_path torch_dtype model_config trust_remote_code",
     f"{_FSDP}.apply_monkey_patch": "model use_remove_padding ulysses_sp_size",
     f"{_FSDP}.enable_activation_offloading": "model strategy enable_ckpt",
     f"{_FSDP}.CPUOffloadPolicy": "pin_memory",
+    "verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu": "model",
     "verl.utils.distributed.initialize_global_process_group_ray": "timeout_second backend",
 }
 """Parameter names that a function must have besides ``self``; | separates alternatives."""

@@ -17,6 +17,7 @@ WRONG = {
     "logits_chunk_size": ("must be an integer >= 0", [-1, 1.5, "16k", True, None]),
     "compile_layers": (f"{VALUES}auto, True and False without quotes", ["maybe", 1]),
     "prefix_cache": (f"{VALUES}auto, off", ["always"]),
+    "old_log_prob": (f"{VALUES}auto, always", ["off", True, None]),
     "rollout": (f"{VALUES}auto, off", ["on", False]),
     "verify": (f"{VALUES}auto, off, first and every_<number>", ["always", True, "every_0", "every_", 50]),
     "verify_tolerance": ("must be a finite number > 0", [0.0, float("inf"), float("nan"), "tight", True]),

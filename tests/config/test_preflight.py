@@ -123,7 +123,12 @@ def test_inherited_settings_and_uneven_mini_batches_are_refused(config_of) -> No
 
 
 BY_CUT = [f"{ACTOR}.policy_loss.loss_mode={mode}" for mode in ("geo_mean", "clip_cov", "kl_cov")]
-BY_CUT.append("".join(f" algorithm.rollout_correction.{x}=True" for x in ("bypass_mode", "rollout_is_batch_normalize")))
+BYPASS, CORRECTION = f"{ACTOR}.policy_loss.loss_mode=bypass_mode", f"{ACTOR}.policy_loss.rollout_correction"
+OF_TRAINER = f"+{CORRECTION}=${{{{algorithm.rollout_correction}}}} algorithm.rollout_correction"
+BY_CUT += [
+    f"{BYPASS} +{CORRECTION}.loss_type=reinforce +{CORRECTION}.rollout_is_batch_normalize=True",
+    f"{BYPASS} {OF_TRAINER}.loss_type=reinforce algorithm.rollout_correction.rollout_is_batch_normalize=True",
+]
 
 
 CASES = [(BY_CUT[0], Mode.PADDED_GROUPS), *((overrides, Mode.PACKED) for overrides in BY_CUT)]
@@ -132,9 +137,14 @@ CASES = [(BY_CUT[0], Mode.PADDED_GROUPS), *((overrides, Mode.PACKED) for overrid
 @pytest.mark.parametrize(("overrides", "mode"), CASES)
 def test_losses_over_single_micro_batches_are_warned_of(overrides: str, mode: Mode, config_of) -> None:
     (issue,) = (issue for issue in preflight.preflight(config_of(overrides, mode)) if issue.is_warning)
-    assert issue.setting == overrides.split()[-1]
+    assert issue.setting == overrides.split()[-1].lstrip("+")
     assert "depends on micro-batch boundaries" in issue.why
     assert "=False" in issue.fix
+
+
+def test_weights_that_verl_normalizes_over_a_batch_or_does_not_apply_pass(config_of) -> None:
+    for overrides in (BY_CUT[-1].replace("=reinforce", "=ppo_clip"), BY_CUT[-1].removeprefix(BYPASS)):
+        assert preflight.preflight(config_of(overrides)) == []
 
 
 def test_warnings_are_logged_and_do_not_stop_the_run(config_of, caplog) -> None:

@@ -11,7 +11,6 @@ from benchmarks.batches import make_batch
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
-from verl.workers.config.actor import RolloutCorrectionConfig
 
 from tests.options.harness import Engines, batch_of
 from tests.options.table import DEFAULT, SAMPLES, case_of
@@ -41,29 +40,15 @@ ALL = [
 ]
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    **{
-        f"rollout correction, {kind}": {
-            "policy_loss": PolicyLossConfig(
-                loss_mode="bypass_mode",
-                rollout_correction=RolloutCorrectionConfig(loss_type=kind, rollout_is="token", bypass_mode=True),
-            )
-        }
-        for kind in ("reinforce", "ppo_clip")
-    },
-    **{f"KL loss, {kind}": {"kl_loss_type": kind} for kind in ("kl", "low_var_kl")},
-}
-
-
 @pytest.mark.parametrize(("mode", "aggregation"), ALL)
 def test_policy_losses_match_single_sequences(engines: Engines, mode: str, aggregation: str) -> None:
     policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
     assert_loss_matches_single_sequences(engines, actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss))
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_kl_and_rollout_correction_match_single_sequences(engines: Engines, other: str) -> None:
-    assert_loss_matches_single_sequences(engines, actor_loss(**OTHERS[other]))
+@pytest.mark.parametrize("kind", ["kl", "low_var_kl"])
+def test_kl_losses_match_single_sequences(engines: Engines, kind: str) -> None:
+    assert_loss_matches_single_sequences(engines, actor_loss(kl_loss_type=kind))
 
 
 def test_a_custom_loss_matches_single_sequences(engines: Engines) -> None:
