@@ -3,6 +3,8 @@
     python scripts/bench_step.py --cases 64,8,4,4 --steps 3                         # a rehearsal on a CPU
     python scripts/bench_step.py --model-shape qwen3-4b --cases 4096,1024,4,8 8192,1024,8,4 \
         --modes rmpad packed --steps 3 --timeout 280 --output-dir outputs/step_4b
+    python scripts/bench_step.py --model-shape qwen3-4b --cuda-graphs --steps 4 --cases 8192,1024,8,8 300,4096,8,8 \
+        --modes packed:old_log_prob=always packed                                    # the forward for old log-probs
     python scripts/bench_step.py --cases 600,50,8,4,10 ...                           # agents of ten turns
     python scripts/bench_step.py ... -- actor_rollout_ref.actor.entropy_coeff=0.01   # verl overrides for every run
 

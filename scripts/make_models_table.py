@@ -21,7 +21,10 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE, RECORD = REPOSITORY / "docs/models.md", REPOSITORY / "docs/data/models.json"
-TESTS = [REPOSITORY / "tests/architectures/test_every_model.py", REPOSITORY / "tests/mixers/test_gated_delta.py"]
+TESTS = [
+    REPOSITORY / "tests/architectures/test_every_model.py",
+    *(REPOSITORY / f"tests/mixers/test_{mixer}.py" for mixer in ("gated_delta", "mamba2")),
+]
 COLUMNS = ("head_in_chunks", "fused_kernels", "value_head", "compiled")
 
 

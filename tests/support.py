@@ -39,6 +39,7 @@ from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
 from verl_pg_plugin.planning import micro_batches
 from verl_pg_plugin.planning.activation_policy import CacheWeights
+from verl_pg_plugin.skeleton import auto_class
 
 VOCAB = 97
 TINY: dict[str, Any] = {
@@ -356,7 +357,8 @@ def run_reference(
         classes = transformers.AutoModelForImageTextToText
         images = [getattr(of, "data", of) for of in images]
     else:
-        classes = transformers.AutoModelForCausalLM
+        trusted = {name: value for name, value in model_options.items() if name == "trust_remote_code"}
+        classes = auto_class(transformers.AutoConfig.from_pretrained(model_path, **trusted))
     model = classes.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager", **model_options)
     if adapter:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -366,7 +368,7 @@ def run_reference(
     for i, (ids, t) in enumerate(zip(batch["input_ids"].unbind(), temperatures, strict=True)):
         shown = {name: x for name, x in images[i].items() if name != "images_seqlens"} if images else {}
         if images:
-            shown["position_ids"] = batch["position_ids"].unbind()[i].unsqueeze(1)
+            shown["position_ids"] = batch["position_ids"].unbind()[i].unsqueeze(-2)
         logits = model(input_ids=ids.unsqueeze(0), use_cache=False, **shown).logits.squeeze(0)
         if is_critics(batch):
             rows["values"].append(logits.squeeze(-1))

@@ -66,13 +66,13 @@ def test_changes_like_those_of_past_transformers_are_reported(monkeypatch, owner
     assert "pip install 'transformers" in problem
 
 
-@pytest.mark.parametrize("now", [lambda backend, timeout_second: None, lambda timeout_second, backend, more=0: None])
-def test_replaced_functions_must_have_the_known_signature(monkeypatch, now) -> None:
-    defaults = now.__defaults__
-    monkeypatch.setattr(distributed, "initialize_global_process_group_ray", now)
-    with pytest.raises(upstream.UpstreamChangedError, match=r"not exactly \(timeout_second, backend\)"):
-        upstream.use_single_gloo_backend()
-    assert now.__defaults__ == defaults
+def test_replaced_functions_must_have_the_known_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    for now in (lambda backend, timeout_second: None, lambda timeout_second, backend, more=0: None):
+        defaults = now.__defaults__
+        monkeypatch.setattr(distributed, "initialize_global_process_group_ray", now)
+        with pytest.raises(upstream.UpstreamChangedError, match=r"not exactly \(timeout_second, backend\)"):
+            upstream.use_single_gloo_backend()
+        assert now.__defaults__ == defaults
 
 
 def overridden(engine_cls: type) -> set[str]:

@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 logger = logging.getLogger(__name__)
 NOT_REGISTERED = "engines are not registered", "actor_rollout_ref.actor.use_prefix_grouper=true"
+SEPARATE_FORWARD = "old log-probs are computed in a separate forward"
 GROUPS_CUT = "dispatch may split groups over ranks, which reduces sharing"
 
 
@@ -42,20 +43,22 @@ def _hook() -> None:
     """Register the patches that run before a mode is selected. The CPU default registers on import."""
     import verl_pg_plugin.cpu  # noqa: F401
 
-    after_import("verl.trainer.ppo.v1.trainer_base", _keep_groups)
-    after_import("verl.trainer.ppo.ray_trainer", _keep_groups)
+    after_import("verl.trainer.ppo.v1.trainer_base", _patch_trainers)
+    after_import("verl.trainer.ppo.ray_trainer", _patch_trainers)
     after_import("verl.trainer.main_ppo", _engage_before_run)
     upstream.call_before("verl.utils.config.validate_config", _engage_or_exit)
 
 
-def _keep_groups() -> None:
-    """Keep groups together in every process that imports a trainer module."""
+def _patch_trainers() -> None:
+    """Keep groups together, and postpone old log-probs, in every process that imports a trainer module."""
     with _or_warn(GROUPS_CUT):
-        from verl_pg_plugin.trainer import keep_groups, verls_trainers  # other processes need not load it
+        from verl_pg_plugin import trainer  # other processes need not load it
 
-        for trainer_cls in verls_trainers():
+        for trainer_cls in trainer.verls_trainers():
             with _or_warn(GROUPS_CUT):
-                keep_groups(trainer_cls)
+                trainer.keep_groups(trainer_cls)
+            with _or_warn(SEPARATE_FORWARD):
+                trainer.postpone_old_log_probs(trainer_cls)
 
 
 def _engage_before_run() -> None:

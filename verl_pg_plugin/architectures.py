@@ -30,7 +30,8 @@ REFUSED_TYPES: dict[str, str] = {
     "diffllama": _ATTENDS_TWICE,
     "doge": "computes an attention mask from the values, which attention over shared prefixes does not support",
     "dory": _ATTENDS_TWICE,
-    "emu3": "is multimodal (vq_config); only text models and Qwen's with images are supported",
+    "emu3": "is multimodal (vq_config), and no test runs it",
+    "llama4_text": "scales queries by their index in a batch's row, which is not their position in packed tokens",
     "mimo_v2_flash": "adds learned attention sinks where keys are wider than values",
     "nemotron": "does not pass keywords of its forward to attention",
     "openai_privacy_filter": "adds learned attention sinks to the softmax",
@@ -60,8 +61,7 @@ def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
         reasons.append(f"tokens of {kind} see later ones (is_causal={text.is_causal} in its config)")
     elif (bidirectional := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):  # not "vision"
         reasons.append(f"tokens of {kind} see later ones (use_bidirectional_attention={bidirectional} in its config)")
-    if kind in REFUSED_TYPES:
-        reasons.append(f"{kind} {REFUSED_TYPES[kind]}")
+    reasons += [f"{name} {REFUSED_TYPES[name]}" for name in (kind, text.model_type) if name in REFUSED_TYPES]
     reasons += modality_obstacles(hf_config)
     if other := unknown_layer_types(text):
         reasons.append(f"{kind} has layers other than causal attention: {', '.join(other)}")
@@ -107,7 +107,9 @@ def _causal_lm_issues(hf_config: PretrainedConfig) -> list[Issue]:
     model_class = next((mapping[type(hf_config)] for mapping in mappings if type(hf_config) in mapping), None)
     if model_class is None:
         return [Issue("", f"transformers has no causal language model for {hf_config.model_type!r}")]
-    if issues := class_issues(model_class) or lm_head_issues(model_class):
+    text = type(hf_config.get_text_config())
+    of_text = class_issues(MODEL_FOR_CAUSAL_LM_MAPPING[text]) if text in MODEL_FOR_CAUSAL_LM_MAPPING else []
+    if issues := class_issues(model_class) or of_text or lm_head_issues(model_class):
         return issues
     # verl builds the bare decoder unless ``architectures`` of the checkpoint has a ForCausalLM class.
     name = (getattr(hf_config, "architectures", None) or [model_class.__name__])[0]

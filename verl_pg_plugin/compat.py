@@ -56,12 +56,15 @@ SIGNATURES = {
     "verl.trainer.main_ppo.run_ppo": "config task_runner_class",
     "verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch": "batch metrics logging_prefix",
     "verl.trainer.ppo.v1.trainer_base.PPOTrainer._update_actor": "batch metrics",
+    "verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_old_log_prob": "batch metrics",
     "verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch": "batch metrics logging_prefix",
     "verl.trainer.ppo.ray_trainer.RayPPOTrainer._update_actor": "batch",
+    "verl.trainer.ppo.ray_trainer.RayPPOTrainer._compute_old_log_prob": "batch",
     "verl.utils.model.load_valuehead_model": "local_path torch_dtype model_config trust_remote_code",
     f"{_FSDP}.apply_monkey_patch": "model use_remove_padding ulysses_sp_size",
     f"{_FSDP}.enable_activation_offloading": "model strategy enable_ckpt",
     f"{_FSDP}.CPUOffloadPolicy": "pin_memory",
+    "verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu": "model",
     "verl.utils.distributed.initialize_global_process_group_ray": "timeout_second backend",
 }
 """Parameter names that a function must have besides ``self``; | separates alternatives."""
@@ -86,6 +89,10 @@ _PRIVATE = (
 """Names that must exist; a class must define them itself."""
 
 _DELTA_NET = "causal_conv1d_fn chunk_gated_delta_rule|torch_chunk_gated_delta_rule"  # replaced with shared prefixes
+_MAMBA2 = (  # read by our forward of these layers
+    "A_log D act chunk_size conv1d conv_dim conv_kernel_size dt_bias head_dim in_proj intermediate_size n_groups norm "
+    "num_heads out_proj ssm_state_size time_step_limit"
+)
 _NAMES_WITHIN = {
     f"{_FSDP}.FSDPEngine.__init__": "model_config engine_config rank pad_to_length pad_to_length_bucket "
     "compute_entropy_from_logits scaler _autocast_dtype _is_lora _uses_fsdp2_cpu_offload_policy",
@@ -97,6 +104,10 @@ _NAMES_WITHIN = {
     f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward": _DELTA_NET,
     f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward": _DELTA_NET,
     f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward": _DELTA_NET,
+    f"{_LAYERS}.bamba.modeling_bamba.BambaMixer.__init__": _MAMBA2,
+    f"{_LAYERS}.falcon_h1.modeling_falcon_h1.FalconH1Mixer.__init__": f"{_MAMBA2} mamba_rms_norm ssm_in_multiplier",
+    f"{_LAYERS}.granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridMambaLayer.__init__": _MAMBA2,
+    f"{_LAYERS}.nemotron_h.modeling_nemotron_h.NemotronHMamba2Mixer.__init__": _MAMBA2,
     f"{_VEOMNI}.VeOmniEngine.__init__": "model_config engine_config rank pad_to_length pad_to_length_bucket "
     "compute_entropy_from_logits ulysses_parallel_group ulysses_sequence_parallel_size _is_lora "
     "_uses_fsdp2_cpu_offload_policy _router_replay _router_replay_mode",

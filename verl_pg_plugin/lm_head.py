@@ -30,7 +30,8 @@ def head_obstacle(module: Any) -> str:
         return f"the head is a {type(head).__module__}.{type(head).__qualname__}"
     tokens = torch.arange(2, device=module.device)
     hidden = torch.zeros(1, len(tokens), head.in_features, device=module.device, dtype=module.dtype)
-    logits = torch.ones(1, len(tokens), head.out_features)
+    wide = torch.promote_types(module.dtype, torch.float32)  # some models cast logits to it
+    logits = torch.ones(1, len(tokens), head.out_features, dtype=wide)
     name = type(module).__name__
     try:
         with torch.no_grad(), ExitStack() as stack:

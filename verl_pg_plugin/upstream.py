@@ -31,14 +31,14 @@ def _checked(owner: Any, name: str, at_least: str = "") -> Any:
 def _wrap(owner: Any, name: str, run: Callable[..., Any], at_least: str = "") -> None:
     """Replace a function by ``run``, whose first argument is the original function, once per process."""
     function = _checked(owner, name, at_least)
-    if hasattr(function, "wrapped_by_verl_pg_plugin"):
+    if run.__qualname__ in (patches := getattr(function, "wrapped_by_verl_pg_plugin", ())):
         return
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(function, *args, **kwargs)
 
-    wrapper.wrapped_by_verl_pg_plugin = True  # type: ignore[attr-defined]
+    wrapper.wrapped_by_verl_pg_plugin = (*patches, run.__qualname__)  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
 
 
@@ -109,6 +109,21 @@ def regroup_after_balance(
     _checked(trainer_cls, "_update_actor", "batch")  # raise before the first patch
     _wrap(trainer_cls, "_balance_batch", balance_then_regroup, "batch metrics")
     _wrap(trainer_cls, "_update_actor", update_then_report, "batch")
+
+
+def take_old_log_probs_from_update(
+    trainer_cls: type, compute_or_postpone: Callable[..., Any], update_and_complete: Callable[..., Any]
+) -> None:
+    """Let verl's trainers postpone old log-probs until the update, which computes the same values.
+
+    What: ``_compute_old_log_prob`` and ``_update_actor`` of verl's V1 ``PPOTrainer`` and V0 ``RayPPOTrainer`` become
+    calls of the two functions, which get the original as their first argument.
+    Why: verl runs a forward of its own for old log-probs, also where the update starts from the same weights
+    (https://github.com/verl-project/verl/issues/3996).
+    Remove when: verl takes old log-probs from the update where a batch is one optimizer step.
+    """
+    _wrap(trainer_cls, "_update_actor", update_and_complete, "batch")  # first: alone it changes nothing
+    _wrap(trainer_cls, "_compute_old_log_prob", compute_or_postpone, "batch")
 
 
 def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *parameters: str) -> None:
@@ -197,3 +212,21 @@ def use_unpinned_offload() -> None:
 
     _checked(transformer_impl, "CPUOffloadPolicy")
     transformer_impl.CPUOffloadPolicy = lambda pin_memory=False: CPUOffloadPolicy(pin_memory=False)
+
+
+def copy_saved_weights() -> None:
+    """Let asynchronous trainers compute old log-probs with the weights that they saved.
+
+    What: ``verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`` returns copies of the weights.
+    Why: it calls ``Tensor.cpu()``, which returns the weights themselves if they are on the CPU. Trainers that update
+    several times for each transfer of weights then restore nothing.
+    Versions: verl 0.9.1. Only called when ``VERL_PLATFORM=cpu``.
+    Remove when: verl copies there, as its function for FSDP1 does.
+    """
+    from verl.utils import fsdp_utils
+
+    def save_copies(save: Any, *args: Any) -> Any:
+        shards, spec = save(*args)
+        return {name: (shard.clone(), of_shard) for name, (shard, of_shard) in shards.items()}, spec
+
+    _wrap(fsdp_utils, "fsdp2_sharded_save_to_cpu", save_copies)

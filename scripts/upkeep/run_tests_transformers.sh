@@ -35,6 +35,8 @@ echo "tests on transformers $version" >&2
   tests/test_compat.py tests/models/test_forward.py \
   tests/mixers/test_mixers.py::test_a_mixer_of_twenty_lines_is_exact \
   tests/mixers/test_gated_delta.py::test_hybrids_match_single_sequences \
+  tests/mixers/test_mamba2.py::test_hybrids_match_single_sequences \
+  tests/mixers/test_mamba2.py::test_variants_match_single_sequences \
   tests/engine/test_compiled_layers.py::test_compiled_layers_are_exact_in_split_groups_and_compile_once \
   tests/engine/test_exactness.py::test_every_way_to_run_experts_is_exact \
   tests/engine/test_exactness.py::test_windows_and_long_sequences_are_exact_or_refused \

@@ -14,7 +14,7 @@ from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.skeleton import text_skeleton
+from verl_pg_plugin.skeleton import auto_class, text_skeleton
 from verl_pg_plugin.tested import COMPILED_TYPES
 
 EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
@@ -54,13 +54,14 @@ def outcome_of(model_type: str) -> Outcome:
     reasons = issues(default)
     if final := _final(reasons) or _final(issues(tiny_config(model_type))):
         return Outcome(REFUSED, "; ".join(reason.why for reason in final))
-    # The default config of GLM 4.5 lacks the head size that its checkpoints have.
-    released = transformers.AutoConfig.for_model(model_type, **{"head_dim": 128} if model_type == "glm4_moe" else {})
+    # The default configs of GLM 4.5 and 4.5V lack the head size that their checkpoints have.
+    sizes = {"glm4_moe": {"head_dim": 128}, "glm4v_moe": {"text_config": {"head_dim": 128}}}.get(model_type, {})
+    released = transformers.AutoConfig.for_model(model_type, **sizes)
     needs = attention_needs(released.get_text_config())
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
     if not supports_checkpointing(model_type):
         overrides.append("enable_gradient_checkpointing=False")
-    module = text_skeleton(tiny_config(model_type).get_text_config())
+    module = text_skeleton(tiny_config(model_type))
     return Outcome(
         EXACT,
         "by tests/mixers" if model_type in HYBRIDS else "",
@@ -79,7 +80,7 @@ def supports_checkpointing(model_type: str) -> bool:
 
 
 def model_class(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return auto_class(config)._model_mapping[type(config)]
 
 
 def _final(reasons: list[Issue]) -> list[Issue]:

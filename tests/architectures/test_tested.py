@@ -1,11 +1,14 @@
 """``tested.py`` names what the tests of models run, and nothing else."""
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from benchmarks.batches import make_batch
 from make_models_table import read_record
+from transformers import PretrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from tests.architectures.outcome import EXACT, outcome_of
@@ -13,7 +16,7 @@ from tests.architectures.test_every_model import SAMPLES
 from tests.architectures.tiny_configs import MODEL_TYPES, save_causal, tiny_config
 from tests.support import check_exact, make_engine
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
-from verl_pg_plugin.skeleton import text_skeleton
+from verl_pg_plugin.skeleton import auto_class, text_skeleton
 from verl_pg_plugin.tested import EXACT_TYPES, TESTED_SWITCHES, untested_part
 
 SWITCHED = {  # a type that has the switch, off by default
@@ -31,7 +34,7 @@ def test_exact_types_match_the_record_and_count_as_tested() -> None:
     recorded = {model_type for model_type, outcome in outcomes if outcome["status"] == EXACT}
     assert recorded | set(IMAGE_MODEL_TYPES) == EXACT_TYPES
     exact = [name for name in MODEL_TYPES if outcome_of(name).status == EXACT]
-    untested = {name: untested_part(text_skeleton(tiny_config(name).get_text_config())) for name in exact}
+    untested = {name: untested_part(text_skeleton(tiny_config(name))) for name in exact}
     assert not {name: part for name, part in untested.items() if part}
 
 
@@ -63,3 +66,15 @@ def test_untested_parts_are_named() -> None:
     with patch.object(Qwen3MLP, "forward", lambda self, x: x):
         part = "model.layers.0.mlp of Qwen3ForCausalLM is a Qwen3MLP, whose code in tests.architectures.test_tested"
         assert why("qwen3").startswith(part)
+
+
+def test_text_models_of_untested_types_are_named() -> None:
+    config = tiny_config("internvl")
+    assert untested_part(skeleton_of(config)) == ""
+    config.text_config = tiny_config("stablelm")
+    assert untested_part(skeleton_of(config)) == "no test runs internvl around a text model of type stablelm"
+
+
+def skeleton_of(config: PretrainedConfig) -> Any:
+    with torch.device("meta"):
+        return auto_class(config).from_config(config)

@@ -8,9 +8,18 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.mixers.hybrids import MAMBA2_KINDS
 from tests.support import TINY
+from verl_pg_plugin.skeleton import auto_class
 
-MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+TEXT_OF = {  # multimodal types, which run on text, by the type of their text model
+    **{name: f"{name}_text" for name in ("gemma3", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe")},
+    "internvl": "qwen3",
+    "mistral3": "mistral",
+}
+WRAPPERS = ("glm4v", "glm4v_moe", "internvl", "mistral3")
+"""Those of them that transformers does not list as causal language models."""
+MODEL_TYPES: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *WRAPPERS}))
 
 SIZES: dict[str, Any] = {  # for configs with a field of that name
     **TINY,
@@ -51,11 +60,12 @@ OF_TYPE: dict[str, dict[str, Any]] = {  # type-specific names, and what enables 
         "num_kv_shared_layers": 0,
         "activation_sparsity_pattern": [0.0, 0.0],
     },
-    # As every released checkpoint of theirs has.
-    "gemma4": {"vision_config": {}},
-    "gemma4_unified": {"vision_config": {}},
     "gemma4_text": {**PER_LAYER, "global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
+    **{
+        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}}
+        for name, section in (("glm4v_text", [1, 1, 2]), ("glm4v_moe_text", [1, 1]))  # one rotates half of a head
+    },
     "gptj": {"rotary_dim": 4},
     "hunyuan_v1_moe": {"moe_topk": 2},
     "jetmoe": {"kv_channels": 8},
@@ -70,8 +80,17 @@ OF_TYPE: dict[str, dict[str, Any]] = {  # type-specific names, and what enables 
         "zero_expert_num": 4,
         "routed_scaling_factor": 1.0,
     },
+    **{kind: {"num_hidden_layers": 4, **sizes} for kind, sizes in MAMBA2_KINDS.items()},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "xlnet": {"d_head": 8},
+}
+
+ENCODER = {
+    **dict.fromkeys(("hidden_size", "out_hidden_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "depth"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), 2),
+    **dict.fromkeys(("intermediate_size", "image_size"), 16),
+    "patch_size": 4,
 }
 
 SEED = 1
@@ -88,6 +107,12 @@ def sizes_of(config: PretrainedConfig, sizes: dict[str, Any]) -> dict[str, Any]:
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     """Return a two-layer config of width 32: a layer of each kind, everything random switched off."""
     default = transformers.AutoConfig.for_model(model_type)
+    if model_type in TEXT_OF:
+        text = tiny_config(TEXT_OF[model_type], **overrides)
+        vision = transformers.AutoConfig.for_model(model_type, vision_config={}).vision_config
+        parts = {"text_config": text.to_dict(), "vision_config": {**vision.to_dict(), **sizes_of(vision, ENCODER)}}
+        tied = model_type.startswith("gemma")  # as in released checkpoints
+        return transformers.AutoConfig.for_model(model_type, **parts, tie_word_embeddings=tied)
     fields = default.to_dict()
     random = (name for name, value in fields.items() if isinstance(value, float) and any(r in name for r in RANDOM))
     kinds = list(dict.fromkeys(fields.get("layer_types") or ()))
@@ -98,6 +123,6 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
 
 def save_causal(folder: Path, model_type: str, **sizes: Any) -> str:
     torch.manual_seed(SEED)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type, **sizes), dtype=torch.float32)
-    model.save_pretrained(folder)
+    config = tiny_config(model_type, **sizes)
+    auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(folder)
     return str(folder)

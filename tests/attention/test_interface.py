@@ -86,10 +86,10 @@ def test_unsupported_attention_is_refused_by_name(module, kwargs, message) -> No
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 2, 4), (12, 3, 2), (12, 2, 3)])
-def test_heads_that_cannot_be_spread_are_refused(heads, kv_heads, ranks, monkeypatch) -> None:
+def test_heads_that_cannot_be_spread_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), group=dist.group.WORLD)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
-    query, key = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)
-    with pytest.raises(ValueError, match=f"{heads} query and {kv_heads} key/value heads .* over {ranks} ranks"):
-        rows.attend(query, key, key, AttentionOptions(1.0))
+    for heads, kv_heads, ranks in (6, 2, 4), (12, 3, 2), (12, 2, 3):
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None, ranks=ranks: ranks)
+        query, key = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)
+        with pytest.raises(ValueError, match=f"{heads} query and {kv_heads} key/value heads .* over {ranks} ranks"):
+            rows.attend(query, key, key, AttentionOptions(1.0))

@@ -226,9 +226,3 @@ def test_extra_attention_calls_in_recomputation_are_an_error() -> None:
     out = checkpoint(layer, *tensors.leaves(), use_reentrant=False)
     with pytest.raises(RuntimeError, match="more often when it is recomputed"):
         out.sum().backward()
-
-
-def test_indices_are_cached_by_their_arguments() -> None:
-    context, made = PackedAttention(GROUP.layout(), SDPA), Mock(side_effect=lambda layout, width: (layout, width))
-    assert [context.index(made, width) for width in (3, 3, 4)] == [(context.layout, width) for width in (3, 3, 4)]
-    assert made.call_count == 2

@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import omegaconf.base
 import yaml
 from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -18,6 +19,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 from tests.support import TINY
 from verl_pg_plugin.config import Mode
 
+# OmegaConf parses the text of an interpolation each time it reads it: a third of these tests' time.
+omegaconf.base.parse = functools.cache(omegaconf.base.parse)  # type: ignore[attr-defined]
+# use_prefix_grouper and use_remove_padding
 FLAGS = {
     Mode.PADDED: (False, False),
     Mode.RMPAD: (False, True),

@@ -30,10 +30,15 @@ def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_compiler")
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_auto_compiles_types_tested_on_a_gpu(strategy: str) -> None:
-    compilation = layer_compilation(engine(config={"strategy": strategy, "wrap_policy": {"min_num_params": 0}}))
-    assert compilation == (True, "++prefix_grouper.compile_layers=auto: qwen3 ran compiled on a GPU")
+def test_auto_compiles_types_tested_on_a_gpu_and_settings_are_followed() -> None:
+    for strategy in ("fsdp2", "fsdp"):
+        compilation = layer_compilation(engine(config={"strategy": strategy, "wrap_policy": {"min_num_params": 0}}))
+        assert compilation == (True, "++prefix_grouper.compile_layers=auto: qwen3 ran compiled on a GPU")
+    for setting in (True, False):
+        config = {"prefix_grouper": {"compile_layers": setting}}
+        assert layer_compilation(engine("cpu", config)) == (setting, f"++prefix_grouper.compile_layers={setting}")
+        _, why = layer_compilation(engine(config=config, model_type="jetmoe"))
+        assert ("have not been tested compiled" in why) == setting
 
 
 OWN = {"AutoModelForCausalLM": "modeling.Own"}
@@ -52,7 +57,6 @@ LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     ({"model": {"use_liger": True}}, "Liger", True),
     ({"config": {"qat": {"enable": True}}}, "quantization-aware training (qat)", True),
     ({"model_type": "jetmoe"}, "jetmoe have not been tested compiled on a GPU", True),
-    ({"model_type": "a_new_type"}, "a_new_type have not been tested compiled on a GPU", True),
 ]
 
 
@@ -65,15 +69,6 @@ def test_auto_does_not_compile_and_gives_the_reason(changed, why, true_compiles)
     assert ("++prefix_grouper.compile_layers=True compiles" in reason) == true_compiles
 
 
-@pytest.mark.usefixtures("with_compiler")
-@pytest.mark.parametrize("setting", [True, False])
-def test_true_and_false_are_followed(setting: bool) -> None:
-    on_a_cpu = engine("cpu", {"prefix_grouper": {"compile_layers": setting}})
-    assert layer_compilation(on_a_cpu) == (setting, f"++prefix_grouper.compile_layers={setting}")
-    unsure = engine(config={"prefix_grouper": {"compile_layers": setting}}, model_type="jetmoe")
-    assert ("have not been tested compiled" in layer_compilation(unsure)[1]) == setting
-
-
 def test_auto_compiled_types_passed_on_a_gpu() -> None:
     record = (Path(__file__).parents[2] / "docs/data/gpu_tests_one_h200.csv").read_text()
     ran = set(re.findall(r"test_compiled_types_are_as_exact_as_stock_rmpad\[(\w+)\],passed", record))
@@ -81,20 +76,16 @@ def test_auto_compiled_types_passed_on_a_gpu() -> None:
     assert not COMPILED_TYPES & WRONG_COMPILED.keys()
 
 
-@pytest.mark.parametrize("setting", ["auto", True])
-def test_fsdp1_needs_a_torch_that_compiles_flat_parameters(setting, monkeypatch) -> None:
+def test_fsdp1_needs_a_torch_that_compiles_flat_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch ignores an unknown flag, which would leave layers uncompiled without notice."""
-    fsdp1 = engine("cpu", FSDP1 | {"prefix_grouper": {"compile_layers": setting}})
+    auto, true = (engine("cpu", FSDP1 | {"prefix_grouper": {"compile_layers": of}}) for of in ("auto", True))
     assert compiler_obstacle("cpu", flat_parameters=True) == ""
-    assert [*compiler(fsdp1)] == []
+    assert [*compiler(auto), *compiler(true)] == []
     monkeypatch.setattr(under_test, "WHOLE", "_no_such_flag")
-    assert "does not read _no_such_flag of FSDP1 layers" in compiler_obstacle("cpu", flat_parameters=True)
-    if setting == "auto":
-        compiles, why = layer_compilation(fsdp1)
-        assert not compiles
-        assert "++prefix_grouper.compile_layers=auto: this torch does not read" in why
-    else:
-        assert [issue.fix for issue in compiler(fsdp1)] == ["++prefix_grouper.compile_layers=False"]
+    assert [issue.fix for issue in compiler(true)] == ["++prefix_grouper.compile_layers=False"]
+    compiles, why = layer_compilation(auto)
+    assert not compiles
+    assert "++prefix_grouper.compile_layers=auto: this torch does not read _no_such_flag of FSDP1 layers" in why
 
 
 def test_machines_that_cannot_compile_are_refused(monkeypatch) -> None:

@@ -7,7 +7,6 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from verl.trainer import main_ppo as verls_main_ppo
-from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.main_ppo_v0 import TaskRunner
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -28,57 +27,60 @@ FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
 
 
 @pytest.mark.parametrize(
-    ("entry_point", "overrides", "said"),
+    ("override", "said"),
     [
-        (
-            main_ppo,
-            ("prefix_grouper.verfy=first", f"{ACTOR}.fsdp_config.prefix_grouper=null"),
-            [
-                "2 problems in the configuration, nothing was started:",
-                "did you mean ++prefix_grouper.verify=first?",
-                f"2. {ACTOR}.fsdp_config.prefix_grouper is not set\n   why: the engine would ignore prefix_grouper",
-            ],
-        ),
-        (main_ppo, (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}",), ["no.such.key"]),
-        (main_ppo, (f"{ACTOR}.loss_agg_mode=mean",), ["1 problem", "Invalid loss_agg_mode: mean"]),
-        (main_ppo, (f"~{ACTOR}.fsdp_config",), ["1 problem", "leave out the override that removes it"]),
-        (main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "locating target 'no.such.Class'"]),
-        (verls_main_ppo, (f"{QAT}.enable=True", f"{QAT}.mode=w4a4", "trainer.use_v1=False"), [f"{QAT}.mode=w4a16"]),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}", "no.such.key"),
+        (f"{ACTOR}.loss_agg_mode=mean", "Invalid loss_agg_mode: mean"),
+        (f"~{ACTOR}.fsdp_config", "leave out the override that removes it"),
+        (f"{ACTOR}.fsdp_config._target_=no.such.Class", "locating target 'no.such.Class'"),
     ],
 )
-def test_errors_are_listed_on_stderr_with_exit_code_2(
-    entry_point, overrides, said, runnable_overrides, tmp_path, monkeypatch, capsys
+def test_errors_of_verl_and_hydra_exit_with_code_2(override, said, runnable_overrides, capsys) -> None:
+    with pytest.raises(SystemExit) as raised:
+        engage_or_exit(compose_config(*runnable_overrides, FLAG, override), from_ours=True)
+    assert raised.value.code == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "\n2. " not in printed
+
+
+WRONG = ("prefix_grouper.verfy=first", f"{ACTOR}.fsdp_config.prefix_grouper=null")
+TWO_PROBLEMS = (
+    "2 problems in the configuration, nothing was started:",
+    "did you mean ++prefix_grouper.verify=first?",
+    f"2. {ACTOR}.fsdp_config.prefix_grouper is not set\n   why: the engine would ignore prefix_grouper",
+)
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "overrides", "code", "said"),
+    [
+        (main_ppo, WRONG, 2, TWO_PROBLEMS),
+        (verls_main_ppo, (f"{QAT}.enable=True", f"{QAT}.mode=w4a4", "trainer.use_v1=False"), 2, [f"{QAT}.mode=w4a16"]),
+        (verls_main_ppo, ("data.train_batch_size=0",), 1, ["train_batch_size (0) must be >="]),  # of verl itself
+    ],
+)
+def test_entry_points_end_before_ray(
+    entry_point, overrides, code, said, runnable_overrides, tmp_path, monkeypatch, capsys
 ):
-    """``run_ppo``, which starts Ray, must not be reached."""
     monkeypatch.setattr(verls_main_ppo, "run_ppo", None)
     monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, FLAG, f"hydra.run.dir={tmp_path}", *overrides])
     with pytest.raises(SystemExit) as raised:
         entry_point.main()
-    assert raised.value.code == 2
+    assert raised.value.code == code
     printed = capsys.readouterr().err
     assert all(text in printed for text in said)
-    assert "Traceback" not in printed
+    assert ("Traceback" in printed) == (code == 1)
 
 
-def test_verl_validates_runs_of_its_entry_point_before_ray(runnable_overrides, tmp_path, monkeypatch, capsys):
-    """Recipes need not pass: the fully async one has no batches of prompts."""
-    monkeypatch.setattr(verls_main_ppo, "run_ppo", None)
-    overrides = [*runnable_overrides, FLAG, "data.train_batch_size=0"]
-    engage(compose_stock(*overrides))
-    monkeypatch.setattr(sys, "argv", ["main_ppo", *overrides, f"hydra.run.dir={tmp_path}"])
-    with pytest.raises(SystemExit):
-        verls_main_ppo.main()
-    assert "train_batch_size (0) must be >=" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("mode", "use_v1"), [(Mode.RMPAD, True), (Mode.PACKED, False)])
-def test_runs_start_verls_own_task_runner(mode, use_v1, runnable_overrides, tmp_path, monkeypatch):
+def test_v0_runs_start_verls_own_task_runner(runnable_overrides, tmp_path, monkeypatch) -> None:
+    """``tests/test_end_to_end.py`` starts the one of V1."""
     started = []
     monkeypatch.setattr(verls_main_ppo, "run_ppo", lambda config, task_runner_class: started.append(task_runner_class))
-    flags = (f"{ACTOR}.use_prefix_grouper={mode.shares_prefixes}", f"trainer.use_v1={use_v1}")
-    monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, *flags, f"hydra.run.dir={tmp_path}"])
+    given = *runnable_overrides, FLAG, "trainer.use_v1=False", f"hydra.run.dir={tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *given])
     main_ppo.main()
-    assert started == [TaskRunnerV1 if use_v1 else TaskRunner]
+    assert started == [TaskRunner]
 
 
 ONE_LINE_OF_TRAINERS = """
@@ -112,7 +114,8 @@ PREFIX_CACHE = f"+{ACTOR}.fsdp_config.prefix_grouper.prefix_cache"
 
 def test_one_flag_configures_all_engines_and_keeps_role_options(runnable_overrides) -> None:
     options = "+prefix_grouper.logits_chunk_size=64", "+critic.fsdp.prefix_grouper.prefix_cache=off"
-    config = compose_stock(*runnable_overrides, FLAG, *options)
+    streamed = "data.train_batch_size=0"  # the fully async recipe has no batches of prompts; verl's checks are its own
+    config = compose_stock(*runnable_overrides, FLAG, streamed, *options)
     assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
     engage(config)
     for engine in ENGINES:
@@ -153,8 +156,7 @@ def test_non_booleans_other_engines_and_validation_inside_ray_are_refused(runnab
         engage_or_exit(compose_stock(*runnable_overrides, FLAG))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(("mode", "strategy"), [*((mode, "fsdp2") for mode in Mode), (Mode.PACKED, "fsdp")])
 def test_both_roles_follow_the_actor_flag(config_of, mode, strategy):
     settings = {"prefix_grouper.attention_kernel": "sdpa", "prefix_grouper.logits_chunk_size": 7}
     config = config_of({f"{ACTOR}.strategy": strategy, **settings}, mode)

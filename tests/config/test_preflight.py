@@ -22,12 +22,12 @@ SEPARATE = (
 )
 
 WORKING: dict[str, str] = {
-    "hsdp": f"{ACTOR}.fsdp_config.fsdp_size=4 {REF}.fsdp_config.fsdp_size=4",
+    "hsdp_on_two_nodes": f"{ACTOR}.fsdp_config.fsdp_size=4 {REF}.fsdp_config.fsdp_size=4 "
+    "trainer.nnodes=2 trainer.n_gpus_per_node=16",
     "the_ignored_ulysses_of_the_critic": f"{CRITIC} {ROLLOUT}.n=1 "
     "critic.ulysses_sequence_parallel_size=2 critic.use_dynamic_bsz=True",
     "sp2": f"{ACTOR}.ulysses_sequence_parallel_size=2 {REF}.ulysses_sequence_parallel_size=2",
     "fsdp2_offload": f"{ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2 {ACTOR}.fsdp_config.offload_policy=True",
-    "two_nodes": "trainer.nnodes=2 trainer.n_gpus_per_node=16",
     "separate_async": SEPARATE,
     "budget_below_the_longest_possible_sequence": f"{ACTOR}.ppo_max_token_len_per_gpu=1200",
     "numbers_for_booleans": f"trainer.balance_batch=1 {ACTOR}.use_kl_loss=1 {MODEL}.use_remove_padding=1",
@@ -35,7 +35,6 @@ WORKING: dict[str, str] = {
     "a_loss_and_an_estimator_of_the_users": f"{MODEL}.external_lib=my_lib algorithm.adv_estimator=mine "
     f"{ACTOR}.policy_loss.loss_mode=mine",
     "a_rollout_engine_of_a_plugin": f"{ROLLOUT}.name=mine",
-    "a_hub_model": f"{MODEL}.path=somebody/model",
     "a_model_on_hdfs": f"{MODEL}.path=hdfs://cluster/model",
     "a_class_of_the_checkpoints_own": f"{MODEL}.path={{own}} {MODEL}.trust_remote_code=True",
     "an_architecture_of_an_external_lib": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib",
@@ -124,16 +123,28 @@ def test_inherited_settings_and_uneven_mini_batches_are_refused(config_of) -> No
 
 
 BY_CUT = [f"{ACTOR}.policy_loss.loss_mode={mode}" for mode in ("geo_mean", "clip_cov", "kl_cov")]
-BY_CUT.append("".join(f" algorithm.rollout_correction.{x}=True" for x in ("bypass_mode", "rollout_is_batch_normalize")))
+BYPASS, CORRECTION = f"{ACTOR}.policy_loss.loss_mode=bypass_mode", f"{ACTOR}.policy_loss.rollout_correction"
+OF_TRAINER = f"+{CORRECTION}=${{{{algorithm.rollout_correction}}}} algorithm.rollout_correction"
+BY_CUT += [
+    f"{BYPASS} +{CORRECTION}.loss_type=reinforce +{CORRECTION}.rollout_is_batch_normalize=True",
+    f"{BYPASS} {OF_TRAINER}.loss_type=reinforce algorithm.rollout_correction.rollout_is_batch_normalize=True",
+]
 
 
-@pytest.mark.parametrize("mode", [Mode.PACKED, Mode.PADDED_GROUPS])
-@pytest.mark.parametrize("overrides", BY_CUT)
+CASES = [(BY_CUT[0], Mode.PADDED_GROUPS), *((overrides, Mode.PACKED) for overrides in BY_CUT)]
+
+
+@pytest.mark.parametrize(("overrides", "mode"), CASES)
 def test_losses_over_single_micro_batches_are_warned_of(overrides: str, mode: Mode, config_of) -> None:
     (issue,) = (issue for issue in preflight.preflight(config_of(overrides, mode)) if issue.is_warning)
-    assert issue.setting == overrides.split()[-1]
+    assert issue.setting == overrides.split()[-1].lstrip("+")
     assert "depends on micro-batch boundaries" in issue.why
     assert "=False" in issue.fix
+
+
+def test_weights_that_verl_normalizes_over_a_batch_or_does_not_apply_pass(config_of) -> None:
+    for overrides in (BY_CUT[-1].replace("=reinforce", "=ppo_clip"), BY_CUT[-1].removeprefix(BYPASS)):
+        assert preflight.preflight(config_of(overrides)) == []
 
 
 def test_warnings_are_logged_and_do_not_stop_the_run(config_of, caplog) -> None:

@@ -59,6 +59,8 @@ def test_flag_reaches_both_roles_from_both_entry_points(veomni_config, runnable_
             assert isinstance(engine, PrefixGrouperVeOmniEngineConfig)
             assert (engine.use_prefix_grouper, engine.prefix_grouper.prefix_cache) == (True, "off")
             assert engine.forward_only is (role == REF)
+            # verl's FSDP loop, which ours is, defers the reduction unless a config says otherwise; VeOmni's never does.
+            assert engine.use_no_sync_for_gradient_accumulation is False
 
 
 @pytest.mark.parametrize(("override", "why", "fix"), REFUSED, ids=[row[0] for row in REFUSED])
@@ -81,11 +83,6 @@ def test_critics_other_ulysses_sizes_and_missing_groups_are_refused(veomni_confi
     assert errors(veomni_config("trainer.n_gpus_per_node=2", f"{KEY}.ulysses_parallel_size=2", *ignored)) == []
     issues = errors(compose_config(*runnable_overrides, FLAG, f"{ACTOR}.strategy=veomni"))
     assert {issue.fix for issue in issues} == {"model_engine=veomni"}
-
-
-def test_gradients_are_reduced_after_every_micro_batch() -> None:
-    """verl's FSDP loop, which ours is, defers this unless a config says otherwise; VeOmni's loop never does."""
-    assert PrefixGrouperVeOmniEngineConfig().use_no_sync_for_gradient_accumulation is False
 
 
 @pytest.mark.parametrize(("address", "is_warning"), [("local", False), ("auto", True)])

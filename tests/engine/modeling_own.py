@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-MIXINGS = ("convolution", "ngrams", "shift")
+MIXINGS = ("ngrams", "shift")
 
 
 def token_before(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
@@ -32,22 +32,16 @@ class NGrams(qwen3.nn.Embedding):
 
 
 class MixingMLP(nn.Module):
-    """A causal convolution of three tokens, or a shift by one, before a layer's MLP."""
+    """Adds the token before to each token before a layer's MLP."""
 
     starts: torch.Tensor | None = None
 
     def __init__(self, mlp: nn.Module, config: Qwen3Config) -> None:
         super().__init__()
-        self.mlp = mlp
-        width = 3 if config.mixing == "convolution" else 2
-        self.taps = nn.Parameter(torch.randn(width - 1, config.hidden_size) / width)
+        self.mlp, self.tap = mlp, nn.Parameter(torch.randn(config.hidden_size) / 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before, mixed = x, x
-        for tap in self.taps:
-            before = token_before(before, self.starts)
-            mixed = mixed + tap * before
-        return self.mlp(mixed)
+        return self.mlp(x + self.tap * token_before(x, self.starts))
 
 
 class OwnForCausalLM(qwen3.Qwen3ForCausalLM):
@@ -55,7 +49,7 @@ class OwnForCausalLM(qwen3.Qwen3ForCausalLM):
         super().__init__(config)
         if config.mixing == "ngrams":
             self.model.embed_tokens = NGrams(config.vocab_size, config.hidden_size)
-        elif config.mixing in MIXINGS:
+        elif config.mixing == "shift":
             self.model.layers[0].mlp = MixingMLP(self.model.layers[0].mlp, config)
         self.post_init()
 

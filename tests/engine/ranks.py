@@ -26,26 +26,17 @@ SECONDS_AFTER_A_FAILURE = 30.0
 
 
 def on_ranks(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    device: str = "cpu",
-    folder: Path | None = None,
-    own_hash_seeds: bool = False,
+    world_size: int, function: Callable[..., Any], *args: Any, device: str = "cpu", folder: Path | None = None
 ) -> list[Any]:
     """Return the results of ``function(rank, *args)`` in ``world_size`` processes, or raise their first error.
 
     With ``device="cuda"`` each process has one GPU, and collectives use nccl. Tests with two CPU ranks reuse the
-    processes of one pool for each ``folder`` of packages. Processes are forked and share a hash seed; with
-    ``own_hash_seeds`` they are spawned with their rank as the seed.
+    processes of one pool for each ``folder`` of packages.
     """
-    kind = world_size, device, folder, own_hash_seeds
+    kind = world_size, device, folder
     with patch.object(sys, "path", [*sys.path, str(folder)]) if folder else nullcontext():
-        pool = _pools.pop(kind, None) or _start(world_size, device, forked=not own_hash_seeds)
-        futures = []
-        for rank, executor in enumerate(pool):  # the process starts with the current environment
-            with patch.dict(os.environ, {"PYTHONHASHSEED": str(rank)} if own_hash_seeds else {}):
-                futures.append(executor.submit(_call, function, rank, *args))
+        pool = _pools.pop(kind, None) or _start(world_size, device)
+        futures = [executor.submit(_call, function, rank, *args) for rank, executor in enumerate(pool)]
     try:
         _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
         wait(waiting, timeout=SECONDS_AFTER_A_FAILURE)  # for the rank that failed
@@ -68,7 +59,6 @@ def check_exact_on_ranks(
     sequences: list[list[int]] | None = None,
     num_ranks: int = 2,
     float64: bool = False,
-    own_hash_seeds: bool = False,
     **options: Any,
 ) -> None:
     """Run ``check_exact`` on CPU ranks.
@@ -80,8 +70,7 @@ def check_exact_on_ranks(
     """
     with in_float64() if float64 else nullcontext():
         expected = run_reference(path, make())  # once, not on every rank
-    args = path, make, sequences, float64, expected, options
-    on_ranks(num_ranks, _check_exact, *args, own_hash_seeds=own_hash_seeds)
+    on_ranks(num_ranks, _check_exact, path, make, sequences, float64, expected, options)
 
 
 def uncompiled_graphs() -> Any:
@@ -103,15 +92,15 @@ def _check_exact(
         check_exact(engine, path, make(), sequences=mine, splits=options.get("splits", False), expected=expected)
 
 
-_pools: dict[tuple[int, str, Path | None, bool], list[ProcessPoolExecutor]] = {}
+_pools: dict[tuple[int, str, Path | None], list[ProcessPoolExecutor]] = {}
 atexit.register(lambda: [_kill(pool) for pool in _pools.values()])
 
 
-def _start(world_size: int, device: str, forked: bool) -> list[ProcessPoolExecutor]:
+def _start(world_size: int, device: str) -> list[ProcessPoolExecutor]:
     """Start a process for each rank of a new group."""
     store, context = f"tcp://127.0.0.1:{free_port()}", mp.get_context("spawn")
     # CUDA fails in a forked process if the parent has queried its devices.
-    context.set_executable(python() if forked and not torch.cuda.is_available() else sys.executable)
+    context.set_executable(sys.executable if torch.cuda.is_available() else python())
     return [ProcessPoolExecutor(1, context, _join, (rank, world_size, device, store)) for rank in range(world_size)]
 
 

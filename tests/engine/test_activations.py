@@ -103,12 +103,10 @@ def same_bits(results: list[Result]) -> bool:
 WAYS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp": {"strategy": "fsdp", "engine": {"use_orig_params": True}},
-    "bf16": {"engine": BF16},
     "LoRA": {"model": LORA},
     "compiled": {"engine": {"compile_layers": True}},
     "padded groups": {"padded": True},
-    "split groups": {"splits": True},
-    "split groups in bf16": {"splits": True, "engine": BF16},
+    "split groups": {"splits": True, "engine": BF16},
 }
 SAVED: dict[str, Callable[[Path], str]] = {
     "experts": lambda folder: save_causal(folder, "qwen3_moe"),
@@ -130,12 +128,12 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, tmp_path: 
         batch = make_batch(SAMPLES)  # one size: dynamic graphs compile three times as long
     elif way == "padded groups":
         batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
-    elif way.startswith("split"):
+    elif way == "split groups":
         batch = make_batch(trie(), max_token_len_per_gpu=56)
     results = []
     engine = make_engine(path, **WAYS.get(way, {}))
     copier = engine._copier = LateCopier()
-    with splitting(engine) if way.startswith("split") else nullcontext():
+    with splitting(engine) if way == "split groups" else nullcontext():
         for level in (Level.ALL, Level.INPUTS, *KEEPING):
             copier.copies.clear()
             results.append(update_at(level, engine, batch))
@@ -224,13 +222,12 @@ def test_weights_that_fsdp2_offloads_are_counted_once_on_the_host(qwen3: str, mo
     assert both == alone < 1e12
 
 
-@pytest.mark.parametrize(
-    ("settings", "at_once"),
-    [({}, False), ({"engine": {"logits_chunk_size": 0}}, True), ({"model": FUSED_HEAD}, False)],
-    ids=["head in chunks", "whole head", "fused head"],
-)
-def test_logits_are_counted_at_once_only_for_a_whole_head(qwen3: str, settings: dict, at_once: bool) -> None:
-    assert make_engine(qwen3, **settings)._activation_policy(forward_only=True).logits_at_once == at_once
+def test_logits_are_counted_at_once_only_for_a_whole_head_and_never_for_a_critic(qwen3: str, value_model: str) -> None:
+    heads = {"chunks": {}, "whole": {"engine": {"logits_chunk_size": 0}}, "fused": {"model": FUSED_HEAD}}
+    policies = {head: make_engine(qwen3, **of)._activation_policy(forward_only=True) for head, of in heads.items()}
+    assert [head for head, policy in policies.items() if policy.logits_at_once] == ["whole"]
+    critic = make_engine(value_model, critic=True)
+    assert critic._token_bytes.logits == critic._weight_bytes.head == 0
 
 
 def test_a_renamed_checkpoint_function_in_transformers_is_an_error(qwen3, monkeypatch) -> None:
@@ -316,8 +313,3 @@ def test_unsharded_layers_are_counted_once_also_after_inference(qwen3: str, monk
     monkeypatch.setattr(engine_module, "memory_budget_of_rank", budget)
     engine._activation_policy(forward_only=False)
     assert {hasattr(weight, "_local_tensor") for weight in seen} == {True}
-
-
-def test_a_critic_counts_no_logits(value_model: str) -> None:
-    engine = make_engine(value_model, critic=True)
-    assert engine._token_bytes.logits == engine._weight_bytes.head == 0

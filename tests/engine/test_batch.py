@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.batches import Sample, make_batch
+from benchmarks.batches import make_batch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -79,7 +79,6 @@ def padded(name: str) -> TensorDict:
 
 BATCHES: dict[str, tuple[TensorDict, str]] = {
     "no_prompts": (make_batch(SAMPLES).exclude("prompts"), r"no prompts.*use_prefix_grouper=False"),
-    "no_responses": (make_batch(SAMPLES).exclude("responses"), "no responses"),
     "padded_ids": (padded("input_ids"), "left_right_2_no_padding"),
     "negative_token": (with_rows("input_ids", lambda row: -row - 1), "token ids must be in"),
     "mrope_positions": (with_rows("position_ids", lambda row: row.expand(3, -1).T), "do not count 0, 1, 2"),
@@ -88,7 +87,6 @@ BATCHES: dict[str, tuple[TensorDict, str]] = {
     "short_response": (with_rows("responses", lambda row: row[len(row) // 4 :]), "sequence 2: .* 9 tokens, .* 8;"),
     "long_response": (with_rows("responses", lambda row: torch.cat([row, row[:1]])), "sequence 0: .* 8 tokens, .* 9;"),
     "no_sequences": (empty_batch(), "empty on this rank"),
-    "no_prompt_token": (make_batch([*SAMPLES, Sample([], [3, 4])]), "sequence 3 has an empty prompt"),
     "no_bound": (make_batch(SAMPLES, max_token_len_per_gpu=float("inf")), "max_token_len_per_gpu=inf bounds no micro"),
     "no_number": (make_batch(SAMPLES, max_token_len_per_gpu="8k"), "max_token_len_per_gpu=8k bounds no micro"),
     "above_the_budget": (make_batch(SAMPLES, max_token_len_per_gpu=7), r"needs 8 tokens.*ppo_max_token_len_per_gpu"),

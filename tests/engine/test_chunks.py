@@ -23,11 +23,12 @@ def engine(qwen3: str) -> Any:
     return make_engine(qwen3, splits=True)
 
 
+SMALL = [*group(6, [7, 1], 3), *group(9, [4, 4], 2)]
 BATCHES = {
     case: make_batch(samples, max_token_len_per_gpu=budget, calculate_sum_pi_squared=True)
     for case, (samples, budget) in CASES.items()
 }
-BATCHES["groups above a number of sequences"] = make_batch(MIXED, **by_sequences(3))
+BATCHES["groups above a number of sequences"] = make_batch([*SMALL[:2], *ONE_GROUP, *SMALL[2:]], **by_sequences(3))
 BATCHES["a chunk that begins with a duplicate"] = make_batch(DUPLICATES, **by_sequences(2))
 
 
@@ -55,7 +56,6 @@ def test_a_fixed_micro_batch_size_bounds_the_memory_of_the_cache(qwen3: str, owe
 
 TRIE = trie()
 SECOND = group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21)
-SMALL = [*group(6, [7, 1], 3), *group(9, [4, 4], 2)]
 RANKS: dict[str, tuple[list[Sample], list[Sample]]] = {
     "two against none": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND[:3]]),
     "two against one": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND]),

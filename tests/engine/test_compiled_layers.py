@@ -27,7 +27,7 @@ from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_forward, compile_layers, compiling
 
 BUDGET = 40  # less than the first group of each batch
-RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
+RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(3)]
 WHOLE, COMPILE = make_batch(RAGGED[0]), torch.compile
 
 

@@ -71,6 +71,7 @@ def test_every_token_and_gradient_equals_the_sequence_alone(engines: dict, qwen3
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_value_and_gradient_of_a_critic_equals_the_sequence_alone(value_model: str, mode: str) -> None:
+    """Prompts of one token without a response are among the cases."""
     engine = make_engine(value_model, critic=True, padded=mode == "padded groups")
     check_exact(engine, value_model, critic_batch([s for case in CASES.values() for s in case], **MODES[mode]))
 
@@ -120,7 +121,7 @@ def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, way:
     check_exact(engine, path, make_batch(MIXED, max_token_len_per_gpu=45))
 
 
-@pytest.mark.parametrize(("mode", "size"), [(mode, size) for mode in MODES for size in (1, 4, 5)])
+@pytest.mark.parametrize(("mode", "size"), [(mode, size) for mode in MODES for size in (1, 5)])
 def test_fixed_micro_batch_sizes_keep_order_and_gradient_scale(engines, qwen3: str, mode: str, size: int) -> None:
     """With a temperature for each sample, and samples without a response token."""
     batch = make_batch(CASES["responses_without_a_token"], **PADDED | {"micro_batch_size_per_gpu": size})
@@ -157,16 +158,9 @@ def test_unread_positions_are_zero(packed: Any) -> None:
 
 COMPUTED = (19 + 5 + 9 + 1 + 7, 2 + 5 + 3, 33 + 4 - 1)
 """Tokens of the groups of ``MIXED``."""
-LOGICAL = sum(len(s.prompt) + len(s.response) for s in MIXED)
 COUNTED: dict[str, dict[str, float]] = {
-    "packed": {
-        "total_tokens": LOGICAL,
-        "computed_tokens": sum(COMPUTED),
-        "dedup_ratio": LOGICAL / sum(COMPUTED),
-        "groups_per_micro_batch": 1,
-        "attention_backend/sdpa": 1,
-        "unshared_micro_batches": 1,  # of the group of one
-    },
+    # The group of one shares nothing.
+    "packed": {"computed_tokens": sum(COMPUTED), "attention_backend/sdpa": 1, "unshared_micro_batches": 1},
     "padding": {"computed_tokens": 3 * 60, "padding_tokens": 3 * 60 - sum(COMPUTED)},
     "padded groups": {"computed_tokens": 3 * max(COMPUTED), "groups_per_micro_batch": 3},
 }

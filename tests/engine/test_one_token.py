@@ -11,7 +11,7 @@ from verl.utils.metric import reduce_metrics
 from tests.engine.carried_cases import ONE_GROUP
 from tests.engine.ranks import check_exact_on_ranks
 from tests.engine.test_exactness import MIXED, MODES
-from tests.support import check_exact, critic_batch, infer, make_engine, update
+from tests.support import infer, make_engine, update
 
 ALONE = Sample([7], [])
 SAMPLES = [ALONE, *MIXED, ALONE, Sample([MIXED[0].prompt[0]], [])]
@@ -48,11 +48,6 @@ def test_a_mini_batch_of_one_token_prompts_only_has_outputs(engine: Any, mode: s
     outputs = infer(engine, make_batch([ALONE, ALONE], **MODES[mode]))["model_output"]
     offsets = {name: values.offsets().tolist() for name, values in outputs.items()}
     assert offsets == {"log_probs": [0, 1, 2], "entropy": [0, 1, 2]}
-
-
-def test_a_critic_is_exact_with_one_token_prompts(value_model: str, mode: str) -> None:
-    engine = make_engine(value_model, critic=True, padded=mode != "packed")
-    check_exact(engine, value_model, critic_batch(SAMPLES, **MODES[mode]))
 
 
 RANKS: dict[str, dict[str, Any]] = {

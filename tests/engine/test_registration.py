@@ -49,10 +49,12 @@ print(all(cls._balance_batch.wrapped_by_verl_pg_plugin for cls in (PPOTrainerSyn
 ROLLOUT = "from verl.workers.rollout.base import get_rollout_class\nprint(get_rollout_class('hf').__name__)"
 FIRST_MODULES = ("config.rules", "trainer", "cpu.rollout")
 
-ROOT_LOGGER_SILENCED = """
+SILENCE_ROOT_LOGGER = """
 import logging, sys
 logging.basicConfig(level="ERROR"); logging.root.handlers[0].setLevel("ERROR")
-sys.modules["model_hosting_container_standards.logging_config"] = logging; import verl_pg_plugin.trainer.groups
+sys.modules["model_hosting_container_standards.logging_config"] = logging
+"""
+LOG = """
 logging.getLogger("verl_pg_plugin.engine.engine").warning("a level")
 logging.getLogger("verl_pg_plugin.trainer.groups").info("tokens not computed")
 logging.root.handlers[0].setLevel("WARNING"); logging.getLogger("verl_pg_plugin.engine.engine").warning("once")
@@ -67,8 +69,9 @@ print(json.dumps([after - before, sorted(sys.modules)]))
 BROKEN = "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None\n"
 FLAG_SET = "import sys; sys.argv.append('actor_rollout_ref.actor.use_prefix_grouper=true')\n"
 HOOKS_BROKEN = "sys.modules['verl_pg_plugin.cpu'] = None\nimport verl"
+FIRST = {module: FIRST_IMPORT.format(module=module) + SELECT_THE_MODE + ROLLOUT for module in FIRST_MODULES}
+FIRST["trainer"] = SILENCE_ROOT_LOGGER + FIRST["trainer"] + LOG
 CASES: dict[str, tuple[str, dict[str, str]]] = {
-    "root logger silenced": (ROOT_LOGGER_SILENCED, CPU),
     "verl first": (IMPORT_VERL, CPU),
     # Then verl's entry point skips the loaded package.
     "package first": ("import importlib.util, verl_pg_plugin; importlib.util.find_spec('verl')" + BUILT, CPU),
@@ -79,7 +82,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "stock": (SIZE, NO_PLUGINS | NVIDIA),
     "the flag off": (SIZE, NVIDIA),
     "no plugins, the mode selected": (SELECT_THE_MODE, NO_PLUGINS | NVIDIA),
-    **{module: (FIRST_IMPORT.format(module=module) + SELECT_THE_MODE + ROLLOUT, CPU) for module in FIRST_MODULES},
+    **{module: (code, CPU) for module, code in FIRST.items()},
 }
 
 
@@ -106,7 +109,7 @@ def test_importing_verl_registers_without_cuda_kernels_or_vllm_and_logs_one_line
 
 
 def test_logs_appear_once_although_vllm_silences_the_root_logger(ended: dict[str, Ended]) -> None:
-    lines = ended["root logger silenced"].stderr.splitlines()
+    lines = ended["trainer"].stderr.splitlines()
     assert [line.rpartition(":")[2] for line in lines[-3:]] == ["a level", "tokens not computed", "once"], lines
 
 

@@ -64,8 +64,8 @@ def break_layouts(engine: Any, fault: Callable[[PackedLayout], PackedLayout] = w
     def broken(*args: Any) -> MiniBatch:
         batch = mini_batch(*args)
         inputs = batch.inputs
-        vars(batch)["inputs"] = lambda layout, *args, **kwargs: inputs(
-            fault(layout) if layout.shares_tokens else layout, *args, **kwargs
+        vars(batch)["inputs"] = lambda layout, *args, **context: inputs(
+            fault(layout) if layout.shares_tokens else layout, *args, **context
         )
         return batch
 
@@ -91,13 +91,16 @@ def verified(metrics: dict[str, list[float]]) -> float:
 def test_random_groups_pass_whatever_the_scale_of_the_weights(tmp_path: Path, precision: str, scale: float) -> None:
     path = save_tiny_model(tmp_path, initializer_range=scale)
     engine = make_engine(path, engine={**ALWAYS, **PRECISIONS[precision]})
-    batches = [make_batch(random_samples(seed), calculate_sum_pi_squared=True) for seed in range(6)]
-    assert sum(verified(inferred(engine, batch)) for batch in batches) + verified(updated(engine, batches[-1])) >= 12
+    batches = [make_batch(random_samples(seed), calculate_sum_pi_squared=True) for seed in range(3)]
+    assert sum(verified(inferred(engine, batch)) for batch in batches) + verified(updated(engine, batches[-1])) >= 6
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_layout_is_caught(qwen3: str, precision: str, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "precision"),
+    [*(("wrong_key", precision) for precision in PRECISIONS), ("position_off_by_one", "bf16"), ("wrong_head", "bf16")],
+)
+def test_a_fault_in_the_layout_is_caught(qwen3: str, fault: str, precision: str) -> None:
+    """Tolerances are widest in bf16."""
     engine = make_engine(qwen3, engine={**FIRST, **PRECISIONS[precision]})
     with pytest.raises(MismatchError, match="log_probs"):
         infer(break_layouts(engine, FAULTS[fault]), make_batch(SAMPLES, calculate_entropy=False))
@@ -199,10 +202,11 @@ def test_only_a_token_that_noise_flips_may_differ_by_as_much() -> None:
     moved = [{"x": [torch.zeros(100)]}, {"x": [flip]}, {"x": [torch.full((100,), float("inf"))]}]
     assert compare({"x": [errors]}, expected, tolerances)[1] is not None
     assert compare({"x": [errors]}, expected, tolerances, moved) == (pytest.approx(0.55), None)
-    errors[42] = 0.11
-    _, worst = compare({"x": [errors]}, expected, tolerances, moved)
-    assert worst
-    assert worst[1].startswith("x of response token 42 of 100")
+    for above in (0.11, float("nan")):
+        errors[42] = above
+        _, worst = compare({"x": [errors]}, expected, tolerances, moved)
+        assert worst
+        assert worst[1].startswith("x of response token 42 of 100")
 
 
 @pytest.mark.usefixtures("process_group")
@@ -229,27 +233,19 @@ def test_a_tie_that_the_first_noise_misses_is_detected_by_later_noise() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_one_wrong_token_of_a_moe_model_is_detected_in_bf16(model_type: str, tmp_path: Path) -> None:
+def test_one_wrong_token_of_a_moe_model_is_detected_in_bf16(model_type: str, tmp_path: Path, monkeypatch) -> None:
     engine = make_engine(save_causal(tmp_path, model_type), engine={**ALWAYS, **PRECISIONS["bf16"]})
-    for seed in range(3):
-        infer(engine, make_batch(random_samples(seed)))
-    mini_batch = engine._mini_batch
+    infer(engine, make_batch(random_samples(0)))
+    compute = MiniBatch.compute
 
-    def broken(*args: Any) -> MiniBatch:
-        batch = mini_batch(*args)
-        compute = batch.compute
+    def one_wrong_token(batch: MiniBatch, inputs: Any, fields: TensorDict) -> dict[str, torch.Tensor]:
+        outputs = compute(batch, inputs, fields)
+        if inputs.layout.shares_tokens:
+            log_probs = outputs["log_probs"]
+            log_probs.values()[log_probs.offsets()[1:] - 2] -= 5.0
+        return outputs
 
-        def one_wrong_token(inputs: Any, fields: TensorDict) -> dict[str, torch.Tensor]:
-            outputs = compute(inputs, fields)
-            if inputs.layout.shares_tokens:
-                log_probs = outputs["log_probs"]
-                log_probs.values()[log_probs.offsets()[1:] - 2] -= 5.0
-            return outputs
-
-        vars(batch)["compute"] = one_wrong_token
-        return batch
-
-    engine._mini_batch = broken
+    monkeypatch.setattr(MiniBatch, "compute", one_wrong_token)
     with pytest.raises(MismatchError, match="log_probs of response token"):
         infer(engine, WHOLE)
 
@@ -277,14 +273,8 @@ def test_a_nan_on_one_side_is_an_infinite_error_and_on_both_sides_none() -> None
     assert relative_errors({"x": [got]}, {"x": [expected]})["x"][0].tolist() == [inf, inf, 0.0, 0.0, 0.0, inf]
 
 
-@pytest.mark.parametrize(("error", "named"), [(0.11, True), (0.09, False), (float("nan"), True)])
-def test_a_token_above_the_tolerance_is_a_named_mismatch(error: float, named: bool) -> None:
-    expected, got = [torch.zeros(3), torch.zeros(100)], [torch.zeros(3), torch.zeros(100)]
-    got[1][42] = error
-    _, worst = compare({"x": got}, {"x": expected}, {"x": Tolerance(per_token=0.1, mean=0.1)})
-    sample_and_token = worst and (worst[0], worst[1].partition(" is ")[0])
-    assert sample_and_token == ((1, "x of response token 42 of 100") if named else None)
-    got[1][:] = 0.05
-    max_error, worst = compare({"x": got}, {"x": expected}, {"x": Tolerance(per_token=0.1, mean=0.01)})
-    assert max_error == pytest.approx(0.05)
-    assert worst, "a small error in every token"
+def test_a_small_error_in_every_token_is_a_mismatch() -> None:
+    expected, got = [torch.zeros(3), torch.zeros(100)], [torch.zeros(3), torch.full((100,), 0.05)]
+    for mean, sample in ((0.1, None), (0.01, 1)):
+        max_error, worst = compare({"x": got}, {"x": expected}, {"x": Tolerance(per_token=0.1, mean=mean)})
+        assert (max_error, worst and worst[0]) == (pytest.approx(0.05), sample)

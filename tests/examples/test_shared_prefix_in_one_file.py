@@ -11,7 +11,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.attention.dense import Outcome, assert_equal, cut, packed_outcome, random_tensors
 from tests.layout.tries import Batch, batch_of, batches, tries
 from tests.test_imports import imports_of
 from verl_pg_plugin.attention.context import PackedAttention
@@ -20,7 +19,7 @@ from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout
 
 FILE = Path(core.__file__)
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+HEAD_DIM = 8
 
 
 @st.composite
@@ -71,20 +70,6 @@ def test_layouts_equal_those_of_the_file(batch: Batch) -> None:
         for o, n, path in zip(batch.offsets[:-1], batch.prompt_lengths, packed.paths, strict=True)
     ]
     assert sorted(layout.response_index.tolist()) == [place for of_sequence in logical for place in of_sequence]
-
-
-@given(ANY_BATCH, st.sampled_from([(4, 3), (0.5, 0.0), (0.5, 1e9), (100, 0.0)]), st.integers(0, 999))
-@settings(max_examples=40)
-def test_the_op_attends_as_the_file_does(batch: Batch, cuts: tuple[float, float], seed: int) -> None:
-    packed = core.pack(samples_of(batch))
-    mask_TT = core.ancestor_mask(packed.parent_T)
-    tensors = random_tensors(len(mask_TT), HEADS, KV_HEADS, HEAD_DIM, seed, torch.float64)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cut(monkeypatch, cuts)
-        actual = packed_outcome(tensors, batch.layout())
-    leaves = tensors.leaves()
-    out_THD = core.masked_attention(*leaves, mask_TT)
-    assert_equal(actual, Outcome(out_THD.detach(), *torch.autograd.grad(out_THD, leaves, tensors.grad_out)))
 
 
 @given(ANY_BATCH, st.integers(0, 999))

@@ -1,4 +1,4 @@
-"""Tiny models with Gated DeltaNet layers, and tries for them.
+"""Tiny models with Gated DeltaNet or Mamba2 layers, and tries for them.
 
 transformers' initial ``A_log`` forgets within a token or two, which would hide a lost state; here it is -5 to -1.
 """
@@ -31,6 +31,38 @@ SIZES = {
     "linear_num_value_heads": 4,
 }
 
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+MAMBA2_KINDS: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {
+        **MAMBA2,
+        "mamba_d_ssm": 64,
+        "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
+        **{f"{name}_multiplier": 0.8 for name in ("ssm_in", "ssm_out", "attention_in", "attention_out", "key")},
+    },
+    "granitemoehybrid": {
+        **MAMBA2,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_local_experts": 8,
+        "shared_intermediate_size": 24,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 8,
+        **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
+    },
+}
+
 SAMPLES = [
     *group(70, [25, 9, 1, 77], 1),
     *group(3, [5, 3], 2),
@@ -39,11 +71,12 @@ SAMPLES = [
 
 
 def config_of(kind: str, **overrides: Any) -> Any:
-    return transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind], **overrides})
+    own = {**SIZES, **KINDS[kind]} if kind in KINDS else {**TINY, "num_hidden_layers": 4, **MAMBA2_KINDS[kind]}
+    return transformers.AutoConfig.for_model(kind, **{**own, **overrides})
 
 
 def save_hybrid(path: Path, kind: str = "qwen3_next", seed: int = 0, **overrides: Any) -> str:
-    """Write a float32 checkpoint of three Gated DeltaNet layers and an attention layer."""
+    """Write a float32 checkpoint of a few layers of each type."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **overrides), dtype=torch.float32)
     remember(model).save_pretrained(path)

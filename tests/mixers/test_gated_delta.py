@@ -24,8 +24,9 @@ from tests.precision import in_float64
 from tests.support import check_exact, infer, make_engine
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.engine.verify import MismatchError
-from verl_pg_plugin.mixers import delta_layer
-from verl_pg_plugin.mixers.delta_layer import CONVOLUTION, Windows, convolve, plain_convolution
+from verl_pg_plugin.mixers import recurrence
+from verl_pg_plugin.mixers.convolution import Windows, convolve, plain_convolution
+from verl_pg_plugin.mixers.delta_layer import CONVOLUTION
 
 COMPILES = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -117,7 +118,7 @@ def test_lost_states_missing_layouts_and_replaced_convolutions_are_errors(hybrid
         return state.new_zeros(total, *state.shape[1:])
 
     engine = make_engine(hybrids["qwen3_next"], engine={"verify": "first"})
-    with patch.object(delta_layer._RepeatState, "apply", forget), pytest.raises(MismatchError, match="shared prefixes"):
+    with patch.object(recurrence._RepeatState, "apply", forget), pytest.raises(MismatchError, match="shared prefixes"):
         infer(engine, make_batch(SAMPLES))
     engine = make_engine(hybrids["qwen3_next"])
     with pytest.raises(RuntimeError, match="got no layout"):

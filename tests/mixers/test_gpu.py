@@ -1,4 +1,4 @@
-"""Gated DeltaNet over packed tokens on a GPU, through fla's kernels.
+"""Gated DeltaNet over packed tokens on a GPU, through fla's kernels; and Mamba2, which is refused there until this ran.
 
 Stock rmpad leaks states between sequences, so the baseline is stock padded mode. The float32 reference runs on the CPU
 through transformers' own fallback.
@@ -7,6 +7,8 @@ through transformers' own fallback.
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +21,12 @@ from tests.layout.tries import sequence_rows
 from tests.mixers.hybrids import save_hybrid, trie_of_depth
 from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of
 from tests.support import Result, actor_loss, group, make_engine, run_reference, splitting
-from verl_pg_plugin.mixers import delta_layer
-from verl_pg_plugin.mixers.delta_layer import Depths, Windows, convolve, delta_rule_over, plain_convolution
+from verl_pg_plugin.mixers import MIXERS, recurrence
+from verl_pg_plugin.mixers.convolution import Windows, convolve, plain_convolution
+from verl_pg_plugin.mixers.delta_layer import delta_rule_over
 from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
+from verl_pg_plugin.mixers.layer_types import MAMBA2
+from verl_pg_plugin.mixers.recurrence import Depths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 OBSTACLES = kernel_obstacles("cuda")
@@ -109,7 +114,7 @@ def test_states_handed_to_many_children_are_summed_in_order() -> None:
     grad = on_gpu(204, 2, 64, 64, seed=1, dtype=torch.float32)
 
     def gradient() -> torch.Tensor:
-        return torch.autograd.grad(delta_layer._RepeatState.apply(state, counts, 204), state, grad)[0]
+        return torch.autograd.grad(recurrence._RepeatState.apply(state, counts, 204), state, grad)[0]
 
     first = gradient()
     assert torch.equal(first, gradient())
@@ -160,3 +165,16 @@ def test_split_groups_change_bf16_numbers_by_rounding_alone(hybrid: str) -> None
     with splitting(engine):
         split = error_of(engine, make_batch(samples, max_token_len_per_gpu=900), reference, LOSS)
     assert all(split[name] <= 1.25 * whole[name] for name in split)
+
+
+@with_fla
+@pytest.mark.parametrize("kind", ["bamba", "granitemoehybrid"])
+def test_mamba2_bf16_error_is_at_most_that_of_stock_padded_mode(kind: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(MIXERS, MAMBA2, replace(MIXERS[MAMBA2], machine_obstacles=lambda device_name: []))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05, "mamba_d_head": 64}
+    path = save_hybrid(tmp_path, kind, **sizes)
+    padded = make_batch(SAMPLES, use_remove_padding=False, use_dynamic_bsz=False, micro_batch_size_per_gpu=13)
+    stock = make_engine(path, packed=False, engine=BF16, model={**FLASH, "use_remove_padding": False})
+    reference = run_reference(path, BATCH, LOSS)
+    baseline = error_of(stock, padded, reference, LOSS)
+    assert_no_worse(error_of(make_engine(path, engine=BF16, model=FLASH), BATCH, reference, LOSS), baseline)

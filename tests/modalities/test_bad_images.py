@@ -1,6 +1,7 @@
 """A batch whose images do not fit its tokens is an error with cause and fix."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,14 @@ def test_responses_that_end_inside_an_image_are_refused(packed: Any, path: str) 
     batch = image_batch(path, [shot([SYSTEM, Shown((1, 4, 4), 7, "frames"), QUESTION], [[40], OPEN])])
     with pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
         infer(packed, batch)
+
+
+def test_images_that_are_no_tiles_are_refused_with_their_row(tmp_path: Path) -> None:
+    batch = image_batch(save_vision_model(tmp_path, "internvl"), TWO_GROUPS)
+    with_inputs(1, lambda given: {"pixel_values": given["pixel_values"][..., :12]})(batch)
+    message = r"sequence 1: pixel_values has images of shape \(3, 16, 12\), and the model's tiles are \(3, 16, 16\);"
+    with pytest.raises(BatchError, match=message):
+        read_sequences(batch, Images.of(config_of("internvl")))
 
 
 def log_probs(engine: Any, batch: TensorDict) -> torch.Tensor:

@@ -20,6 +20,7 @@ from tests.modalities.tiny_vision import (
     TEXT_ALONE,
     TURNS,
     TWO_GROUPS,
+    WITHOUT_VIDEOS,
     film,
     image_batch,
     load,
@@ -30,7 +31,7 @@ from tests.support import FUSED_HEAD, actor_loss, check_exact, infer, make_engin
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import images
 
-LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
+LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1], WITHOUT_VIDEOS[2])]
 WHOLE = 1 << 30
 CASES: dict[str, tuple[list, int]] = {  # samples (films differ by kind), token budget of a micro-batch
     "mixed": (MIXED, WHOLE),
@@ -46,15 +47,18 @@ QUICK: dict[str, tuple[str, ...]] = {  # the slow tests run all pairs
     KINDS[1]: tuple(CASES),
     KINDS[3]: ("mixed", "films", "split groups"),
     HYBRID_KINDS[0]: ("films", "images in split responses", "forks after an image in split groups"),
+    WITHOUT_VIDEOS[0]: ("mixed", "images in split responses"),
+    WITHOUT_VIDEOS[1]: ("mixed", "images in split responses", "forks after an image in split groups"),
 }
 ALL = [
     pytest.param(kind, case, marks=[] if case in QUICK.get(kind, ()) else [pytest.mark.slow])
-    for kind in (*KINDS, *HYBRID_KINDS)
+    for kind in (*KINDS, *HYBRID_KINDS, *WITHOUT_VIDEOS)
     for case in CASES
+    if case != "films" or kind not in WITHOUT_VIDEOS
 ]
 
 
-@pytest.fixture(scope="module", params=[*KINDS[:2], KINDS[3], HYBRID_KINDS[0], *LONG])
+@pytest.fixture(scope="module", params=[*KINDS[:2], KINDS[3], HYBRID_KINDS[0], *WITHOUT_VIDEOS[:2], *LONG])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     with in_float64() if request.param in HYBRID_KINDS else nullcontext():
         yield request.param
@@ -88,8 +92,12 @@ def test_text_trains_without_the_encoder_and_each_image_is_encoded_once(packed: 
         assert packed.optimizer_step() > 0  # weights of the vision encoder have no gradient
     # Six samples of two images; every sample has its own tokens after its image.
     patches: list[int] = []
-    encoder = next(part for name, part in packed.module.named_modules() if name.endswith("visual"))
-    hook = encoder.register_forward_pre_hook(lambda _, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
+    encoder = next(part for name, part in packed.module.named_modules() if name.endswith(("visual", "vision_tower")))
+
+    def count(_: Any, args: tuple, kwargs: dict) -> None:
+        patches.append((*args, *kwargs.values())[0].numel() // packed.modality.patch_numbers)
+
+    hook = encoder.register_forward_pre_hook(count, with_kwargs=True)
     metrics = infer(packed, image_batch(path, TWO_GROUPS))["metrics"]
     hook.remove()
     assert patches == metrics["prefix_grouper/patches"] == [96 * 2]
@@ -109,7 +117,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 COMPILED = [pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]) for name in list(OPTIONS)[-2:]]
 WITH_OPTIONS = pytest.mark.parametrize(
-    "kind", [KINDS[1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])], indirect=True
+    "kind",
+    [KINDS[1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in (*KINDS[::2], *WITHOUT_VIDEOS[:2]))],
+    indirect=True,
 )
 
 
@@ -122,11 +132,12 @@ def test_every_option_is_exact(path: str, option: str) -> None:
 
 
 @WITH_OPTIONS
-def test_adapters_on_encoder_and_layers_are_exact(path: str, tmp_path: Path) -> None:
+def test_adapters_on_encoder_and_layers_are_exact(kind: str, path: str, tmp_path: Path) -> None:
     adapter = save_adapter(transformers.AutoModelForImageTextToText.from_pretrained(path), tmp_path, rank=2)
     model = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear", "lora_adapter_path": adapter}
     got = check_exact(make_engine(path, model=model), path, image_batch(path, MIXED), adapter=adapter)
-    assert any(".visual." in name and gradient.any() for name, gradient in got.gradients.items())
+    encoder = ".vision_tower." if kind == "internvl" else ".visual."
+    assert any(encoder in name and gradient.any() for name, gradient in got.gradients.items())
 
 
 @WITH_OPTIONS
@@ -136,19 +147,19 @@ def test_verify_mode_detects_different_images_taken_for_equal(path: str) -> None
         infer(make_engine(path, engine={"verify": "first"}), image_batch(path, TWO_GROUPS))
 
 
-ALSO_SLOW = pytest.param(KINDS[0], marks=pytest.mark.slow)
+ALSO_SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[0], *WITHOUT_VIDEOS[:2])]
 
 
-@pytest.mark.parametrize("kind", [KINDS[1], ALSO_SLOW], indirect=True)
+@pytest.mark.parametrize("kind", [KINDS[1], *ALSO_SLOW], indirect=True)
 def test_ranks_without_images_or_videos_do_not_deadlock(kind: str, path: str) -> None:
     """Six sequences on each rank; tests/engine/test_two_ranks.py has bad batches."""
     text, (*films, _) = 3 * TEXT_ALONE, [*film(kind), *TEXT_ALONE]
-    for others, budget in ((text, 1 << 20), (text, 50), (films, 1 << 20)):
+    for others, budget in ((text, 1 << 20), (text, 50), *([] if kind in WITHOUT_VIDEOS else [(films, 1 << 20)])):
         make = partial(image_batch, path, [*TWO_GROUPS, *others], max_token_len_per_gpu=budget)
         check_exact_on_ranks(path, make, [list(range(6)), list(range(6, 12))])
 
 
-@pytest.mark.parametrize("kind", [KINDS[1], HYBRID_KINDS[0], ALSO_SLOW], indirect=True)
+@pytest.mark.parametrize("kind", [KINDS[1], HYBRID_KINDS[0], *ALSO_SLOW], indirect=True)
 def test_images_are_exact_with_tokens_spread_over_ranks(kind: str, path: str) -> None:
     spread = {"ulysses_sequence_parallel_size": 2}
     for samples, budget in ((MIXED, 1 << 20), (TEXT_ALONE, 1 << 20), (CHAIN, 31)):

@@ -18,6 +18,7 @@ from tests.support import TINY
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl")
 HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")  # with Gated DeltaNet layers
+WITHOUT_VIDEOS = ("glm4v", "internvl", "glm4v_moe")
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 VOCAB, PATCH, MERGE, FRAMES = 96, 4, 2, 2
 MEDIA = {"image": ("pixel_values", "image_grid_thw", IMAGE), "video": ("pixel_values_videos", "video_grid_thw", VIDEO)}
@@ -39,6 +40,20 @@ QWEN35_ENCODER = {**ENCODER, "num_position_embeddings": 64}
 QWEN3_ENCODER = {**QWEN35_ENCODER, "deepstack_visual_indexes": [0, 1]}
 QWEN3_TEXT = {**TEXT, "head_dim": 8, "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+GLM_EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+ZERO = ("visual.pos_embed.weight", "position_embeddings", "cls_token")
+"""Parameters that transformers initialises with zeros."""
+GLM_ENCODER = {**ENCODER, "image_size": 16}
+TILE = (3, 4 * PATCH, 4 * PATCH)
+TILE_ENCODER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": TILE[1:],
+    "patch_size": (PATCH, PATCH),
+    "initializer_range": 0.15,
+}
 
 
 def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> Any:
@@ -56,6 +71,12 @@ def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> 
         sizes = {**hybrids.SIZES, **hybrids.KINDS[f"{kind}_text"], "vocab_size": VOCAB, **text}
         rope = {**QWEN3_TEXT["rope_parameters"], "partial_rotary_factor": 1.0}
         parts = {"text_config": {**sizes, "rope_parameters": rope}, "vision_config": QWEN35_ENCODER}
+    elif kind in WITHOUT_VIDEOS:
+        rope = {**ROPE, "mrope_section": [1, 1] if kind == "glm4v_moe" else [1, 1, 2]}  # MoE: of half a head
+        own = {"model_type": "qwen3"} if kind == "internvl" else {"rope_parameters": rope}
+        own |= GLM_EXPERTS if kind == "glm4v_moe" else {}
+        sizes = TILE_ENCODER if kind == "internvl" else {**GLM_ENCODER, **encoder}
+        parts = {"text_config": {**TEXT, **own, **text}, "vision_config": sizes}
     else:
         experts = EXPERTS if kind == "qwen3_vl_moe" else {}
         parts = {"text_config": {**QWEN3_TEXT, **experts, **text}, "vision_config": {**QWEN3_ENCODER, **encoder}}
@@ -67,7 +88,7 @@ def save_vision_model(path: Path, kind: str, encoder: dict[str, Any] | None = No
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, encoder, **text), dtype=torch.float32)
     for name, weight in model.named_parameters():
-        if "visual.pos_embed" in name:  # zero in transformers' initialisation
+        if name.endswith(ZERO):
             torch.nn.init.normal_(weight, std=0.15)
     hybrids.remember(model).save_pretrained(path)
     return str(path)
@@ -148,9 +169,14 @@ def position_ids(model: Any, sample: Shot) -> torch.Tensor:
 
 def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDict:
     """Return the samples as verl's V1 trainer passes them to an engine, with its agent loop's image inputs."""
-    batch, positions = make_batch(samples, **settings), [position_ids(load(path), sample) for sample in samples]
-    batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
+    batch, model = make_batch(samples, **settings), load(path)
     rows = [{name: tensor.clone() for name, tensor in sample.inputs.items()} for sample in samples]
+    if model.config.model_type == "internvl":
+        numbers = TILE[0] * PATCH**2  # of a patch, without a second frame
+        rows = [{n: x[:, :numbers].reshape(-1, *TILE) for n, x in row.items() if n == "pixel_values"} for row in rows]
+    else:
+        positions = [position_ids(model, sample) for sample in samples]
+        batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
     for row in rows:
         if (grids := row.get("image_grid_thw")) is not None:
             row["images_seqlens"] = grids[:, 1] * grids[:, 2]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ from benchmarks.batches import make_batch
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
-from verl.workers.config.actor import RolloutCorrectionConfig
 
 from tests.options.harness import Engines, batch_of
 from tests.options.table import DEFAULT, SAMPLES, case_of
-from tests.support import actor_loss, check_exact, check_outputs, clone, jagged, make_engine, save_tiny_model, update
+from tests.support import actor_loss, check_exact, check_outputs, clone, jagged, make_engine, update
 
 LOSS_MODES = sorted(core_algos.POLICY_LOSS_REGISTRY)
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -41,29 +39,15 @@ ALL = [
 ]
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    **{
-        f"rollout correction, {kind}": {
-            "policy_loss": PolicyLossConfig(
-                loss_mode="bypass_mode",
-                rollout_correction=RolloutCorrectionConfig(loss_type=kind, rollout_is="token", bypass_mode=True),
-            )
-        }
-        for kind in ("reinforce", "ppo_clip")
-    },
-    **{f"KL loss, {kind}": {"kl_loss_type": kind} for kind in ("kl", "low_var_kl")},
-}
-
-
 @pytest.mark.parametrize(("mode", "aggregation"), ALL)
 def test_policy_losses_match_single_sequences(engines: Engines, mode: str, aggregation: str) -> None:
     policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
     assert_loss_matches_single_sequences(engines, actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss))
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_kl_and_rollout_correction_match_single_sequences(engines: Engines, other: str) -> None:
-    assert_loss_matches_single_sequences(engines, actor_loss(**OTHERS[other]))
+@pytest.mark.parametrize("kind", ["kl", "low_var_kl"])
+def test_kl_losses_match_single_sequences(engines: Engines, kind: str) -> None:
+    assert_loss_matches_single_sequences(engines, actor_loss(kl_loss_type=kind))
 
 
 def test_a_custom_loss_matches_single_sequences(engines: Engines) -> None:
@@ -76,13 +60,6 @@ def test_a_custom_loss_matches_single_sequences(engines: Engines) -> None:
     assert_loss_matches_single_sequences(engines, everything)
 
 
-def test_a_reference_with_the_actors_weights_has_equal_log_probs(engines: Engines) -> None:
-    path = engines.checkpoint.model
-    reference = make_engine(path, engine={"forward_only": True, "model_dtype": "fp32"})
-    outputs = [check_outputs(engine, path, batch_of(DEFAULT)) for engine in (reference, engines.of(DEFAULT))]
-    assert all(map(torch.equal, *(of_engine["log_probs"] for of_engine in outputs)))
-
-
 def test_the_importance_ratio_is_one_at_step_zero_across_budgets(engines: Engines) -> None:
     """Old log-probs come from the inference budget, new ones from the training budget."""
     old = check_outputs(engines.of(DEFAULT), engines.checkpoint.model, batch_of(DEFAULT))
@@ -93,11 +70,11 @@ def test_the_importance_ratio_is_one_at_step_zero_across_budgets(engines: Engine
     assert not any(metrics["actor/pg_clipfrac"].values)
 
 
-def test_kl_loss_against_another_model(engines: Engines, tmp_path: Path) -> None:
-    other, batch = save_tiny_model(tmp_path / "other", seed=7), batch_of(DEFAULT)
-    options = {"forward_only": True, "model_dtype": "fp32", "param_offload": True, "logits_chunk_size": 3}
-    batch["ref_log_prob"] = jagged(check_outputs(make_engine(other, engine=options), other, batch)["log_probs"])
-    check_exact(engines.of(DEFAULT), engines.checkpoint.model, batch, actor_loss(kl_loss_coef=1.0))
+def test_a_reference_with_the_actors_weights_has_equal_log_probs(engines: Engines) -> None:
+    path, options = engines.checkpoint.model, {"forward_only": True, "model_dtype": "fp32", "param_offload": True}
+    reference = make_engine(path, engine=options)
+    outputs = [check_outputs(engine, path, batch_of(DEFAULT)) for engine in (reference, engines.of(DEFAULT))]
+    assert all(map(torch.equal, *(of_engine["log_probs"] for of_engine in outputs)))
 
 
 def test_lora_reference_is_the_model_with_its_adapter_disabled(engines: Engines) -> None:

@@ -74,22 +74,21 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
     from veomni.distributed.parallel_state import clear_parallel_state
 
     clear_parallel_state()
-    computed = {}
+    computed, engines = {}, {}
+    for mode in ("R3", "R2"):
+        options = {"ulysses_parallel_size": ulysses, "router_replay": EngineRouterReplayConfig(mode=mode)}
+        engines[mode] = make_engine(path, strategy="veomni", splits=True, engine={**options, "verify": "first"})
+    engine = engines["R2"]
+    mine = torch.arange(len(SAMPLES)).tensor_split(engine.get_data_parallel_size())[engine.get_data_parallel_rank()]
+    mine = mine.tolist()
     for name, budget in CUTS.items():
         batch = make_batch(SAMPLES, max_token_len_per_gpu=-(-budget // ulysses), enable_routing_replay=True)
-        splits = name == "split groups"
-        engines = {}
-        for mode in ("R3", "R2"):
-            options = {"ulysses_parallel_size": ulysses, "router_replay": EngineRouterReplayConfig(mode=mode)}
-            engines[mode] = make_engine(path, strategy="veomni", splits=splits, engine={**options, "verify": "every_1"})
-        size, at = engines["R3"].get_data_parallel_size(), engines["R3"].get_data_parallel_rank()
-        mine = torch.arange(len(batch)).tensor_split(size)[at].tolist()
-
         batch["routed_experts"] = routes_of_rollouts(batch)
-        got = check_exact(engines["R3"], path, batch, sequences=mine, splits=splits, expected=reference(path, batch))
+        splits, expected = name == "split groups", reference(path, batch)
+        got = check_exact(engines["R3"], path, batch, sequences=mine, splits=splits, expected=expected)
         computed[name] = got.metrics["prefix_grouper/computed_tokens"]
 
-        engine, own = engines["R2"], tu.index_select_tensor_dict(batch.exclude("routed_experts"), mine)
+        own = tu.index_select_tensor_dict(batch.exclude("routed_experts"), mine)
         recording = infer(engine, own)
         recorded = recording["model_output"].pop("routed_experts")
         assert recorded.dtype == torch.int16

@@ -26,8 +26,6 @@ class Run:
 
 
 FIXED = "log_prob_use_dynamic_bsz=False", "log_prob_micro_batch_size_per_gpu=4"
-
-
 RUNS = {
     "sequence-parallel workers with fused kernels and padded micro-batches": Run(
         ("Ulysses sequence parallelism, 2 ranks", "fused kernels, torch", "pad_to_length", "entropy bonus"),

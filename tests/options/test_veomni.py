@@ -32,11 +32,9 @@ TOGETHER = [
     case_of("dynamic batch size", "chunked entropy", "sum of squared probabilities", "temperature of the run").options,
     case_of("fixed micro-batch size", "log-probs without entropy", "temperature of each sample").options,
     (*SPLIT, *case_of("verify mode", "pad_to_length", "head in chunks", "entropy checkpointing").options),
-    case_of("fused kernels, torch").options,
-    case_of("no gradient checkpointing").options,
-    (*SPLIT, *case_of("attention recomputed in the backward").options),
+    case_of("fused kernels, torch", "no gradient checkpointing").options,
     case_of("compiled layers", "activation offload").options,
-    (*SPLIT, *case_of("parameter offload", "optimizer offload").options),
+    (*SPLIT, *case_of("attention recomputed in the backward", "parameter offload", "optimizer offload").options),
     (*SPLIT, REPLICATED),
     (ULYSSES, *case_of("pad_to_length", "compiled layers", "head in chunks").options),
 ]

@@ -73,16 +73,15 @@ def test_empty_prompts_and_responses_are_dropped_with_a_warning(caplog: pytest.L
     ]
 
 
-@pytest.mark.parametrize("mask_dtype", [np.bool_, np.int8, np.float32])
-def test_mask_dtypes_and_tensors_give_equal_rows(mask_dtype: type) -> None:
+def test_mask_dtypes_and_tensors_give_equal_rows() -> None:
     ids, prompts, responses, advantages = make_batch([(1, 3), (0, 3)], [(3, 5), (3, 6)], 6)
     row: dict[str, Any] = {"pack_num": 2, "seq_length": 20, "pad_token_id": EOS}
     (expected,) = pack_grpo_data(ids, prompts, responses, advantages, **row)
-    masks: list[np.ndarray] = [prompts.astype(mask_dtype), responses.astype(mask_dtype)]
-    typed: tuple[Any, ...] = (ids.astype(np.int32), *masks, advantages[:, None])
-    for given_batch in (typed, map(torch.from_numpy, typed)):
-        (actual,) = pack_grpo_data(*given_batch, **row)
-        assert_rows_equal(actual, expected)
+    for dtype in (np.bool_, np.int8, np.float32):
+        typed = ids.astype(np.int32), prompts.astype(dtype), responses.astype(dtype), advantages[:, None]
+        for given_batch in (typed, map(torch.from_numpy, typed)):
+            (actual,) = pack_grpo_data(*given_batch, **row)
+            assert_rows_equal(actual, expected)
 
 
 IDS, PROMPTS, RESPONSES, ADVANTAGES = GOOD = make_batch([(0, 2)] * 2, [(2, 4)] * 2, 4)
@@ -131,10 +130,8 @@ def test_one_row_matches_its_written_form_and_dtypes() -> None:
     ("change", "num_samples", "pack_num", "seq_length", "message"),
     [
         ({}, 1, 1, 6, "seq_length to at least 7"),
-        ({}, 1, 3, 8, "seq_length to at least 9"),
         ({}, 1, 0, 20, "pack_num"),
         ({"response_end_index": 6}, 1, 1, 20, "inside"),
-        ({"prompt_start_idx": -1}, 1, 1, 20, "inside"),
         ({"prompt_start_idx": 5, "response_end_index": 4}, 1, 1, 20, "no tokens"),
         ({"response_mask": np.ones(5, dtype=np.int64)}, 1, 1, 20, "equally long"),
         ({"prompt_completion_ids": np.ones((6, 1), dtype=np.int64)}, 1, 1, 20, "1-D"),

@@ -25,9 +25,12 @@ ROOM = MemoryBudget(device=40 * GIB, host=100 * GIB)
 LEVELS = ActivationPolicy(sizes=SIZES["4b"], memory=ROOM)
 
 
+skeleton_of = cache(lambda name: text_skeleton(CONFIGS[name]))
+
+
 @cache
 def weights_of(name: str, num_gpus: int) -> WeightBytes:
-    return WeightBytes.of(text_skeleton(CONFIGS[name]), num_gpus)
+    return WeightBytes.of(skeleton_of(name), num_gpus)
 
 
 def room_beside(weights: WeightBytes, device: float, host: float) -> MemoryBudget:
@@ -124,6 +127,11 @@ def test_the_longest_measured_prompt_stays_whole() -> None:
     assert len(plan_group(90_112, 1024, 8, 91_136, replace(LEVELS, memory=room))) == 1
 
 
+def test_deferred_reduction_keeps_gradients_of_all_gpus() -> None:
+    kept, freed = WeightBytes.of(skeleton_of("4b"), 8, keeps_gradients=True), weights_of("4b", 8)
+    assert kept.gathered - freed.gathered == 7 * freed.gradients
+
+
 def test_fixed_levels_offload_and_ranks_decide_the_level() -> None:
     assert all(replace(LEVELS, fixed_level=level).choose(10**9) is level for level in Level)
     assert replace(LEVELS, offload_only=True).choose(10) is Level.ATTENTION_ON_HOST
@@ -131,12 +139,6 @@ def test_fixed_levels_offload_and_ranks_decide_the_level() -> None:
     assert ActivationPolicy(offload_only=True).choose(10) is Level.ATTENTION_ON_HOST
     both, most = replace(LEVELS, ranks=2), int(ROOM.device // SIZES["4b"].on_device(Level.ATTENTION))
     assert (LEVELS.choose(2 * most), both.choose(2 * most)) == (Level.ATTENTION_ON_HOST, Level.ATTENTION)
-
-
-def test_deferred_reduction_keeps_gradients_of_all_gpus() -> None:
-    weights = weights_of("4b", 8)
-    kept = WeightBytes.of(text_skeleton(CONFIGS["4b"]), 8, keeps_gradients=True)
-    assert kept.gathered - weights.gathered == 7 * weights.gradients
 
 
 LONG = (32768, 1024, 16)  # 49,151 tokens in all

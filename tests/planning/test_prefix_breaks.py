@@ -1,12 +1,10 @@
 """Turns that do not begin with an earlier turn: the position, the cost and the cause, with logic of chat templates.
 
-The templates here do to earlier turns what those of Qwen3, Qwen3.5 and Llama 3 do, and nothing else. Where trl is
-installed, tests use the ones that it ships. The tokenizer is a byte-level BPE like theirs, trained on a few words.
+The templates here do to earlier turns what those of Qwen3, Qwen3.5 and Llama 3 do, and nothing else. The tokenizer is a
+byte-level BPE like theirs, trained on a few words.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,16 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from verl_pg_plugin.layout import build_prefix_order
 from verl_pg_plugin.planning.prefix_breaks import MIN_RUN, Turn, count_tokens, find_breaks, report, tokenize
 
-
-def shipped(name: str) -> str:
-    """Return the template of this name in trl, or '' without trl, which verl imports wherever it is installed."""
-    spec = find_spec("trl")  # imports nothing
-    return (Path(spec.submodule_search_locations[0]) / f"chat_templates/{name}.jinja").read_text() if spec else ""
-
-
-QWEN3 = (
-    shipped("qwen3")
-    or """
+QWEN3 = """
 {%- set query = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' and not m.content.startswith('<tool_response>') %}
 {%- set query.last = loop.index0 %}{% endif %}{% endfor %}
@@ -37,20 +26,16 @@ QWEN3 = (
 {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
 {%- endfor %}
 {{- '<|im_start|>assistant\n' }}"""
-)
-QWEN3_5 = shipped("qwen3_5_think") or QWEN3 + "{{- '<think>\n' }}"
-LLAMA3 = (
-    shipped("llama3")
-    or """
+QWEN3_5 = QWEN3 + "{{- '<think>\n' }}"
+LLAMA3 = """
 {%- for m in messages %}
 {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
 {%- endfor %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"""
-)
 ENDS = {QWEN3: "<|im_end|>", QWEN3_5: "<|im_end|>", LLAMA3: "<|eot_id|>"}
 
-ADDED = ("<think>", "</think>", "<tool_response>", "</tool_response>")
-SPECIAL = ("<|begin_of_text|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+SPECIAL = ["<|begin_of_text|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+ADDED = ["<think>", "</think>", "<tool_response>", "</tool_response>"]
 WORDS = "the test of module path fails because index state was not set before value returns from main loop"
 
 
@@ -75,7 +60,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 Edit = Callable[[Messages], Messages]
-Respond = Callable[[list[int]], list[int]]
 
 
 def play(
@@ -84,14 +68,18 @@ def play(
     replies: list[str],
     queries: list[str],
     edit: Edit = list,
-    respond: Respond = list,
+    apart: int = 0,
 ) -> list[Turn]:
-    """Return a session whose agent loop renders all messages for each turn, after ``edit``."""
+    """Return a session whose agent loop renders all messages for each turn, after ``edit``.
+
+    A model may sample other tokens than the tokenizer's: the first ``apart`` characters of a reply are tokens apart.
+    """
     turns, messages = [], [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}]
     for reply, query in zip(replies, queries, strict=True):
         options = {"chat_template": template, "add_generation_prompt": True, "return_dict": False}
         prompt = tokenizer.apply_chat_template(edit(messages), **options)
-        response = respond(tokenizer.encode(reply + ENDS[template], add_special_tokens=False))
+        parts = filter(None, (reply[:apart], reply[apart:] + ENDS[template]))
+        response = [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
         turns.append(Turn(np.array(prompt + response), len(prompt)))
         opened = "<think>\n" if template == QWEN3_5 else ""
         messages += [{"role": "assistant", "content": opened + reply}, {"role": "user", "content": query}]
@@ -105,20 +93,6 @@ def thought(seed: int, opens: bool = True) -> str:
 REPLIES = [text(seed, 15) for seed in (10, 11, 12)]
 QUERIES = [text(seed, 10) for seed in (20, 21, 22)]
 RESULTS = [f"<tool_response>\n{query}\n</tool_response>" for query in QUERIES]
-
-
-def split_first_merge(tokenizer: PreTrainedTokenizerFast) -> Respond:
-    """Sample the text of one token as two tokens, as a model may."""
-
-    def respond(tokens: list[int]) -> list[int]:
-        vocab = tokenizer.get_vocab()
-        for place, token in enumerate(tokenizer.convert_ids_to_tokens(tokens)):
-            for cut in range(1, len(token)):
-                if (parts := (token[:cut], token[cut:]))[0] in vocab and parts[1] in vocab:
-                    return [*tokens[:place], *(vocab[part] for part in parts), *tokens[place + 1 :]]
-        raise AssertionError
-
-    return respond
 
 
 def show(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> str:
@@ -149,10 +123,6 @@ def summarize(messages: Messages) -> Messages:
     return [messages[0], {"role": "user", "content": text(99, 40)}] if len(messages) > 2 else messages
 
 
-def date(messages: Messages) -> Messages:
-    return [{"role": "system", "content": f"It is {len(messages)} o'clock. {SYSTEM}"}, *messages[1:]]
-
-
 def add_tools(messages: Messages) -> Messages:
     tools = " ".join(text(seed, 15) for seed in range(60, 62 + len(messages)))
     return [{"role": "system", "content": f"{SYSTEM}\n{tools}\nEnd of tools."}, *messages[1:]]
@@ -167,19 +137,10 @@ def shorten(messages: Messages) -> Messages:
     [
         (QWEN3, [thought(30), thought(31)], QUERIES, list, "thinking removed by the chat template"),
         (QWEN3_5, [thought(30, False), thought(31, False)], QUERIES, list, "thinking removed by the chat template"),
-        (QWEN3, ["<think>\n\n</think>\n\nyes", "no"], QUERIES, list, "thinking removed by the chat template"),
         (LLAMA3, REPLIES, QUERIES, drop_oldest, "older tokens left out, truncation"),
         (LLAMA3, REPLIES, QUERIES, summarize, "another context, of a sub-agent or a summary"),
         (QWEN3_5, [REPLIES[0]] * 3, QUERIES, add_tools, "the system prompt, tools or first message changed"),
-        (QWEN3, REPLIES, QUERIES, date, "the system prompt, tools or first message changed"),
         (LLAMA3, REPLIES, QUERIES, shorten, "a message of the session changed, or was rendered in another way"),
-        (
-            LLAMA3,
-            [f"{REPLIES[0]}\n\n", *REPLIES[1:]],
-            QUERIES,
-            list,
-            "a message of the session changed, or was rendered",
-        ),
     ],
 )
 def test_the_likely_cause_is_named(tokenizer, template, replies, queries, edit, cause) -> None:
@@ -193,7 +154,7 @@ def test_the_likely_cause_is_named(tokenizer, template, replies, queries, edit, 
 
 
 def test_a_reply_that_was_tokenized_again_is_shown_with_its_tokens(tokenizer) -> None:
-    turns = play(tokenizer, QWEN3, REPLIES, QUERIES, respond=split_first_merge(tokenizer))
+    turns = play(tokenizer, QWEN3, REPLIES, QUERIES, apart=1)
     (old, prompt), new = turns[0], turns[1].tokens
     first = find_breaks(turns)[1]
     assert (first.turn, first.base, first.position) == (1, 0, prompt)
@@ -202,16 +163,6 @@ def test_a_reply_that_was_tokenized_again_is_shown_with_its_tokens(tokenizer) ->
     assert "the same text in other tokens, a reply was tokenized again\n" in out
     assert f"turn 0 has {tokenizer.decode(old[prompt])!r} '" in out
     assert f"turn 1 has {tokenizer.decode(new[prompt])!r} '" in out
-
-
-def test_a_truncated_prompt_loses_what_it_keeps(tokenizer) -> None:
-    turns = play(tokenizer, LLAMA3, REPLIES, QUERIES)
-    tokens, prompt = turns[2]
-    turns[2] = Turn(tokens[20:], prompt - 20)
-    (broken,) = find_breaks(turns).values()
-    assert (broken.turn, broken.base, broken.position, broken.num_lost) == (2, 1, 0, len(turns[1].tokens) - 20)
-    assert "turn 2 differs at token 0 and loses" in show(tokenizer, turns)
-    assert ": older tokens left out, truncation\n" in show(tokenizer, turns)
 
 
 def ids(*spans: tuple[int, int]) -> np.ndarray:

@@ -87,7 +87,7 @@ def check_work(groups: Groups, expected: dict[tuple[int, ...], list[int]], num_p
     assert len(slots) <= max_splits(len(groups.size), num_programs, 4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32), requests=st.integers(1, 40), fanout=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     depth=st.integers(0, 12), padded=st.integers(0, 3), programs=st.sampled_from([1, 8, 33]),

@@ -1,6 +1,5 @@
 """Benchmarks: cases are what their names say, figures are of measured steps, and trainings end."""
 
-import argparse
 import csv
 import importlib
 import json
@@ -12,7 +11,6 @@ import psutil
 import pytest
 from bench_attention import main as bench_attention
 from benchmarks.actor_cases import Work, parse_case
-from benchmarks.actor_engines import EnginePath
 from benchmarks.common import with_ratios
 from benchmarks.step_metrics import PHASES, StepRow, rows_of_run
 from benchmarks.step_runs import ScriptRun, run_to_end
@@ -45,15 +43,6 @@ def test_cases_share_what_their_names_say(text: str, expected: tuple[int, int, i
     work = Work.of([rows.samples], FLOPS)
     assert (len(rows.group), work.total_tokens, work.computed_tokens) == expected
     assert str(parse_case(text)) == text
-
-
-def test_paths_are_parsed_and_printed() -> None:
-    for text in ("rmpad", "rmpad/fsdp", "packed/fsdp:prefix_cache=off@12288", "packed:compile_layers=False"):
-        assert str(EnginePath.parse(text)) == text
-    assert EnginePath.parse("packed/fsdp").strategy == "fsdp"
-    for text in ("packed/ddp", "rmpad:prefix_cache=off", "flat"):
-        with pytest.raises(argparse.ArgumentTypeError, match=text):
-            EnginePath.parse(text)
 
 
 def test_attention_benchmark_compares_both_paths_with_float32(tmp_path, monkeypatch) -> None:

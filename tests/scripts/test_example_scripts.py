@@ -4,42 +4,22 @@ import asyncio
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
-import datasets
 import pytest
 from data.arithmetic_reward import compute_score
-from make_arithmetic_data import make_arithmetic_data
 from make_tiny_checkpoint import TOOL_CALL_MARKS, answer_by_tool, character_tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def test_data_is_in_verls_format_with_right_answers(tmp_path: Path) -> None:
-    made = make_arithmetic_data(tmp_path / "data", test_size=3, repeat=2)
-    train, test = (datasets.Dataset.from_parquet(str(path)) for path in made)
-    for row in [*train, *test]:
-        a, b = row["prompt"][-1]["content"].rstrip("=").split("+")
-        assert row["reward_model"] == {"style": "rule", "ground_truth": str(int(a) + int(b))}
-        assert row["data_source"] == "arithmetic"
-    tokens = partial(character_tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False)
-    assert all(100 < len(tokens(row["prompt"])) <= 256 for row in train)
-    trained, tested = ({row["extra_info"]["question"] for row in rows} for rows in (train, test))
-    assert not trained & tested
-
-
-TURNS = [("12", "12", 1.0), ("12", "", 0.0), ("8", "12", 1.0), ("12", "34", 0.2)]
-
-
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [("12", 1.0), ("", 0.0), ("ab", 0.0), ("34", 0.2), ("13", 0.35), ("120", 0.4), ("1", 0.35), ("1a", 0.25)]
-    + [(f"<tool_call>7</tool_call>\ntool\n{result}\nassistant\n{last}", score) for result, last, score in TURNS],
-)
-def test_only_the_exact_answer_scores_one(response: str, score: float) -> None:
-    assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
+def test_only_the_exact_answer_scores_one() -> None:
+    scores = {"12": 1.0, "": 0.0, "ab": 0.0, "34": 0.2, "13": 0.35, "120": 0.4, "1": 0.35, "1a": 0.25}
+    for result, last, score in ("12", "12", 1.0), ("12", "", 0.0), ("8", "12", 1.0), ("12", "34", 0.2):
+        scores[f"<tool_call>7</tool_call>\ntool\n{result}\nassistant\n{last}"] = score
+    for response, score in scores.items():
+        assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score), response
 
 
 def test_tool_calls_are_read_by_verls_parser() -> None:
@@ -58,10 +38,8 @@ def test_tool_calls_are_read_by_verls_parser() -> None:
     ("loggers", "code", "stream", "said"),
     [
         ("[console, tensorboard]", 0, "stdout", "no run summary: trainer.logger="),
-        ("tensorboard", 0, "stdout", "tensorboard"),
         ("[console, file]", 1, "stderr", "trainer.logger"),
     ],
-    ids=["one more", "another", "no file"],
 )
 def test_summary_without_metrics_fails_only_if_there_should_be_some(tmp_path, loggers, code, stream, said) -> None:
     roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"

@@ -72,7 +72,7 @@ def assert_whole_groups(batch: DataProto, rows: int) -> None:
 
 @pytest.fixture(autouse=True)
 def patched() -> None:
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
 
 
 @pytest.fixture
@@ -135,8 +135,8 @@ def test_each_update_logs_its_dedup_ratio_and_the_last_one_the_mean(trainer, cap
         return DataProto(meta_info={"metrics": counted})
 
     monkeypatch.setattr(RayPPOTrainer, "_update_actor", update)
-    verl_pg_plugin._keep_groups()
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
+    verl_pg_plugin._patch_trainers()
     trainer._balance_batch(make_batch("aabbcc", [5] * 6), {})
     trainer.total_training_steps = 2
     for trainer.global_steps in (1, 2):

@@ -20,12 +20,15 @@ def test_five_groups_train_on_two_ranks_through_verls_entry_point(tmp_path: Path
     summary, (step,) = train(tmp_path, V0, ENTRY_POINT="verl.trainer.main_ppo", NGPUS_PER_NODE="2", **sizes)
     assert summary["mode"] == Mode.PACKED.value
     assert_shared([step], least=5)
+    assert step["actor/ppo_kl"] == 0, "old log-probs are those of the update"
+    assert abs(step["rollout_corr/kl"]) < 1e-4
     assert step["prefix_grouper/balance/cut_groups"] == 1, "10 sequences a rank are two groups of four and a half"
     assert step["prefix_grouper/balance/slowest_over_mean"] < 1.05
     assert step["prefix_grouper/rollout/servers_per_prompt"] == 1, "of two"
     assert step["prefix_grouper/rollout/requests_per_group"] == 4
     shown = (tmp_path / "console.log").read_text()
     assert "rollouts: routing by prompt is on; shared decode is off" in shown
+    assert "separate forward for old log-probs: none" in shown
     assert re.search(r"step 1/1: dedup ratio \d", shown), "what the step saved"
     assert "shared prefixes, mean over the run: " in shown, "the gain at the end"
 

@@ -21,7 +21,7 @@ from tests.support import jagged
 from tests.trainer.conftest import Workers
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.skeleton import text_skeleton
-from verl_pg_plugin.trainer import groups
+from verl_pg_plugin.trainer import groups, keep_groups
 from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config
 
 LOST = "prefix_grouper/lost_to_broken_prefixes"
@@ -54,16 +54,16 @@ def ranks(batch: KVBatchMeta) -> list[list[str]]:
 
 @pytest.fixture
 def trainer(config: DictConfig) -> Any:
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
     return StockTrainer(config)
 
 
 def test_a_missing_method_is_a_warning_and_a_missing_class_is_none(monkeypatch, caplog) -> None:
     monkeypatch.delattr(PPOTrainer, "_balance_batch")
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
     assert "verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl" in caplog.text
     monkeypatch.delattr(verls, "PPOTrainer")
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
     assert len(caplog.records) == 1
 
 
@@ -85,6 +85,32 @@ def test_sequences_of_one_uid_are_on_one_rank(trainer: Any, first: list, second:
     assert metrics["global_seqlen/balanced_max"] == 26
 
 
+def test_groups_that_arrive_in_parts_are_whole_in_each_batch(trainer: Any) -> None:
+    """A sampler may hand over some responses of a prompt, and the others in a later batch."""
+    for part in ({"a": (0, 3), "b": (2,), "c": (1,)}, {"a": (1, 2), "b": (0, 1)}):
+        keys = [f"{uid}_{session}_0" for uid, sessions in part.items() for session in sessions]
+        batch, metrics = make_batch(keys[::2] + keys[1::2], responses=[5, 6, 7, 8]), {}
+        trainer._balance_batch(batch, metrics)
+        assert sorted(batch.keys) == keys
+        assert keys[:2] in map(sorted, ranks(batch))
+        assert metrics["prefix_grouper/balance/cut_groups"] == 0
+
+
+def test_a_batch_of_another_type_keeps_its_order_with_one_warning(config: DictConfig, caplog) -> None:
+    @keep_groups
+    class OtherTrainer(StockTrainer):
+        def _balance_batch(self, batch: list[str], metrics: dict[str, Any], *args: Any) -> list[str]:
+            return batch[::-1]
+
+    trainer, metrics = OtherTrainer(config), {}
+    for _ in range(2):
+        assert trainer._balance_batch(["a_0_0", "b_0_0", "a_1_0"], metrics) == ["a_1_0", "b_0_0", "a_0_0"]
+    assert metrics == {}
+    (warning,) = (record.message for record in caplog.records)
+    assert warning.startswith("builtins.list is neither a KVBatchMeta nor a DataProto, so its order stays")
+    assert "Fix: pip install 'verl<0.10" in warning
+
+
 def test_estimated_tokens_are_compared_with_computed_ones(trainer: Any, monkeypatch: Any) -> None:
     """Both are means over the two mini-batches."""
 
@@ -94,7 +120,7 @@ def test_estimated_tokens_are_compared_with_computed_ones(trainer: Any, monkeypa
         return batch
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
-    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._patch_trainers()
     batch, metrics = make_batch([f"{uid}_{i}_0" for uid in "abcd" for i in (0, 1)], responses=[3] * 8), {}
     trainer._balance_batch(batch, metrics)
     trainer._update_actor(batch, metrics=metrics)

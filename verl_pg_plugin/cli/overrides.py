@@ -17,6 +17,7 @@ from verl_pg_plugin.config.compile import layer_compilation
 from verl_pg_plugin.config.engage import add_sections
 from verl_pg_plugin.config.keys import ACTOR, OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
+from verl_pg_plugin.config.old_log_prob import separate_forward_reasons
 from verl_pg_plugin.config.options import force_add
 from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rollout import rollout_parts, summary
@@ -59,6 +60,8 @@ def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
         lines.append(Check(OK, "compiled layers", f"{'yes' if compiles else 'no'} ({why})"))
     if mode.shares_prefixes:
         lines.append(Check(OK, "rollouts", summary(rollout_parts(config))))
+        reasons = separate_forward_reasons(config) or ["none, they are those of the update"]
+        lines += [Check(OK, "separate forward for old log-probs", reason) for reason in reasons]
     for issue in issues:
         status = WARN if issue.is_warning else FAIL
         lines.append(Check(status, "settings", f"{issue.where}: {issue.why}", issue.fix))

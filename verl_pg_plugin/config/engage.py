@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, STRATEGIES, USE_PREFIX_GROUPER, VEOMNI
+from verl_pg_plugin.config.old_log_prob import separate_forward_reasons
 from verl_pg_plugin.config.preflight import check, log_warnings, logger, sharing_issues, unread_keys
 from verl_pg_plugin.config.rollout import engage_rollouts, rollout_parts, summary
 from verl_pg_plugin.issue import ConfigError
@@ -33,6 +34,8 @@ def engage(config: DictConfig, *, from_ours: bool = False) -> None:
         check(config, asks_verl=from_ours)
         if enabled:
             logger.info("verl_pg_plugin: rollouts: %s", summary(rollout_parts(config)))
+            for reason in separate_forward_reasons(config) or ["none, they are those of the update"]:
+                logger.info("verl_pg_plugin: separate forward for old log-probs: %s", reason)
         return
     log_warnings(unread_keys(config))
     if OPTIONS in config:

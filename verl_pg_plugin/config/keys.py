@@ -17,6 +17,10 @@ USE_REMOVE_PADDING = f"{MODEL}.use_remove_padding"
 
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
 VEOMNI = "veomni"
+OLD_LOG_PROB = f"++{OPTIONS}.old_log_prob"
+FROM_UPDATE = "old_log_probs_from_update"
+"""Entry of a batch: its old log-probs are those of the update, which computes entropy too."""
+
 STRATEGIES = (*FSDP_STRATEGIES, VEOMNI)
 """verl's strategies for which this plugin has engines."""
 

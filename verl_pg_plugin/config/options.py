@@ -31,6 +31,8 @@ class PrefixGrouperOptions:
         logits_chunk_size: tokens per chunk of logits in packed mode. Up to twice as many stay one chunk; 0 never cuts.
         prefix_cache: auto lets the chunks of a split group read their prefix from a cache if that is cheaper. off
             recomputes the prefix in each chunk.
+        old_log_prob: auto takes old log-probs from the update where a batch is one optimizer step and nothing else
+            reads them; the log names each reason otherwise. always computes them in a separate forward.
         rollout: auto routes the samples of a prompt to one server, lets vLLM read a shared prompt once per decode
             step, and polls for finished responses every 0.1 s, each if it pays. off leaves rollouts unchanged.
         verify: recompute two samples of a micro-batch, each in a separate forward, compare the outputs of their
@@ -50,6 +52,7 @@ class PrefixGrouperOptions:
     compile_layers: bool | str = "auto"
     logits_chunk_size: int = 2048
     prefix_cache: str = "auto"
+    old_log_prob: str = "auto"
     rollout: str = "auto"
     verify: str = "auto"
     verify_tolerance: float | None = None
@@ -73,6 +76,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "attention_kernel": ATTENTION_KERNELS,
     "activations": ("auto", *(level.value for level in Level)),
     "prefix_cache": ("auto", "off"),
+    "old_log_prob": ("auto", "always"),
     "rollout": ("auto", "off"),
 }
 """Options with a fixed list of values."""

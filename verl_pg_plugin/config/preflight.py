@@ -195,11 +195,15 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
 
 def _losses_by_cut(config: DictConfig) -> Iterator[Issue]:
     """Warn of losses that average or select within a micro-batch, because shared prefixes change micro-batches."""
-    normalizes = "algorithm.rollout_correction.rollout_is_batch_normalize"
-    modes = ("geo_mean", "clip_cov", "kl_cov")
-    settings = [(f"{ACTOR}.policy_loss.loss_mode", mode, rules.STOCK) for mode in modes]
-    if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
-        settings.append((normalizes, "True", f"{normalizes}=False"))
+    section = f"{ACTOR}.policy_loss"
+    settings = [(f"{section}.loss_mode", mode, rules.STOCK) for mode in ("geo_mean", "clip_cov", "kl_cov")]
+    policy_loss = OmegaConf.select(config, section)
+    # Actors read this copy of the settings alone; it may be an interpolation.
+    applied = OmegaConf.select(config, f"{section}.rollout_correction.loss_type") == "reinforce"
+    if applied and policy_loss.get("loss_mode") == "bypass_mode":
+        is_interpolated = OmegaConf.is_interpolation(policy_loss, "rollout_correction")
+        key = f"{'algorithm' if is_interpolated else section}.rollout_correction.rollout_is_batch_normalize"
+        settings.append((key, "True", f"{key}=False"))
     for role in rules.roles_of(config):
         if role != REF and OmegaConf.select(config, factor := f"{role}.loss_scale_factor") is None:
             fix = f"{factor}={OmegaConf.select(config, 'data.max_response_length')}"

@@ -210,7 +210,7 @@ def attn_implementation(engine: Engine) -> Iterator[Issue]:
 def mixer_kernels(engine: Engine) -> Iterator[Issue]:
     for mixer in _mixers(engine) if engine.mode is Mode.PACKED else ():
         for why in mixer.machine_obstacles(engine.device):
-            yield Issue(engine.model_setting("path"), why, f"install the package that it names, or {STOCK}")
+            yield Issue(engine.model_setting("path"), why, f"install the package that it names, if any, or {STOCK}")
 
 
 def padded_groups(engine: Engine) -> Iterator[Issue]:

@@ -21,6 +21,7 @@ def register() -> None:
     after_import("transformers.models.auto.processing_auto", _register_processor)
     upstream.use_single_gloo_backend()
     after_import("verl.workers.engine", upstream.use_unpinned_offload)
+    after_import("verl.utils.fsdp_utils", upstream.copy_saved_weights)
 
 
 def _register_processor() -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from verl_pg_plugin.cpu.images import PromptImages, rope_positions
-from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
+from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES, MROPE_MODEL_TYPES, Images
 
 
 def derived_seed(*parts: Any) -> int:
@@ -90,8 +90,9 @@ def generate(
     stops = [{*r.params.stop_token_ids, *(() if r.params.ignore_eos else eos_token_ids)} for r in requests]
     generators = [torch.Generator().manual_seed(request.params.seed) for request in requests]
     never: list[int] = []  # image placeholders, which a response cannot contain
-    if mrope := model.config.model_type in IMAGE_MODEL_TYPES:
-        never = [model.config.image_token_id, model.config.video_token_id]
+    mrope = model.config.model_type in MROPE_MODEL_TYPES
+    if model.config.model_type in IMAGE_MODEL_TYPES:
+        never = [kind.token_id for kind in Images.of(model.config).kinds]
     for request, completion in zip(requests, completions, strict=True):
         if request.params.prompt_logprobs is not None:
             completion.of_prompt = read_prompt(model, request)
@@ -144,7 +145,7 @@ def _prefill(
     input_ids_UP = torch.tensor([[0] * (P - len(ids)) + list(ids) for ids, _ in index])
     mask_UP = (torch.arange(P) >= (P - length_U).unsqueeze(1)).long()
     position_ids, next_U = (mask_UP.cumsum(-1) - 1).clamp_min(0), length_U
-    if model.config.model_type in IMAGE_MODEL_TYPES:
+    if model.config.model_type in MROPE_MODEL_TYPES:
         by_prompt = [rope_positions(model, ids, images) for ids, images in index]
         position_ids = torch.stack([F.pad(x_3L, (P - x_3L.shape[1], 0)) for x_3L in by_prompt], dim=1)  # (3, U, P)
         next_U = position_ids.amax(dim=(0, 2)) + 1

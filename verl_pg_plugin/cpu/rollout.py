@@ -27,7 +27,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate
 from verl_pg_plugin.cpu.images import PromptImages
-from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
+from verl_pg_plugin.modalities import MROPE_MODEL_TYPES
 
 
 class HFServer:
@@ -153,7 +153,7 @@ class HFServer:
                 "need a token, and actor_rollout_ref.rollout.max_model_len sets the context"
             )
         model_type = self.model.config.model_type
-        if images and model_type not in IMAGE_MODEL_TYPES:
+        if images and model_type not in MROPE_MODEL_TYPES:
             raise ValueError(f"rollout 'hf' does not support images for {model_type}")
         prompt_images = PromptImages.process(self.model_config.processor, images) if images else None
         config = self.config

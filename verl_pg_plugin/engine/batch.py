@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_pg_plugin.config.keys import FROM_UPDATE, OLD_LOG_PROB
 from verl_pg_plugin.issue import SHARING_OFF, BatchError
 from verl_pg_plugin.layout import IntArray, Sequences
 from verl_pg_plugin.modalities import TEXT, Modality
@@ -20,6 +21,11 @@ def uses_top_k(data: TensorDict) -> bool:
     return tu.get_non_tensor_data(data, "distillation_use_topk", default=False)
 
 
+def old_log_prob_error(why: str) -> BatchError:
+    """Return an error of an update that cannot provide old log-probs."""
+    return BatchError(f"{OLD_LOG_PROB}=auto: {why}. Fix: {OLD_LOG_PROB}=always")
+
+
 def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
     """Raise BatchError for settings that the mode or the LM head does not support."""
     if not packed and tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
@@ -31,6 +37,9 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
     if (size := tu.get_non_tensor_data(data, "force_group_size", default=1)) != 1:
         why = "shared prefixes change the order of sequences in a micro-batch"
         raise BatchError(f"force_group_size={size} keeps neighbours together, and {why}. Fix: {SHARING_OFF}")
+    field = data.get("advantages", None) if tu.get_non_tensor_data(data, FROM_UPDATE, default=False) else None
+    if field is not None and (field.values() if field.is_nested else field).isnan().all():
+        raise old_log_prob_error("advantages are NaN, as if computed from old log-probs before the update")
     if not fused_head:
         return
     sums_squares = tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)

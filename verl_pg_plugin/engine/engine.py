@@ -25,7 +25,9 @@ from verl.workers.engine.utils import postprocess_batch_func
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import rope_length_limit
 from verl_pg_plugin.compat import requirements
+from verl_pg_plugin.config.keys import FROM_UPDATE
 from verl_pg_plugin.engine.activations import PinnedCopier, checkpoint_layer, host_bytes, memory_budget_of_rank
+from verl_pg_plugin.engine.batch import normalize_batch, old_log_prob_error
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes, let_flat_parameters_compile
 from verl_pg_plugin.engine.heads import ForwardOutputs, LogProbHead, install_head, language_model_outputs, value_outputs
 from verl_pg_plugin.engine.inputs import SequenceSelector
@@ -76,6 +78,7 @@ class SharedPrefixEngine(FSDPEngine):
     log_prob_head: LogProbHead | None = None  # None if all logits are held at once
     _logged_level = False
     _why_level = "as configured"
+    _of_update: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None  # tokens and outputs, read once
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         # Before verl's checks, whose messages do not name our options.
@@ -89,7 +92,7 @@ class SharedPrefixEngine(FSDPEngine):
             logger.warning("%s mode: %s", "packed" if self.packed else "prefix_grouper", why)
 
     def _build_module(self) -> nn.Module:
-        prepare_config(self.model_config.hf_config, self.modality)
+        prepare_config(self.model_config.hf_config)
         refused = own_attention_refused(self.model_config.hf_config.model_type)
         with upstream.forwards_left_alone(), refused:  # verl's own forwards drop our keyword
             module = super()._build_module()
@@ -171,11 +174,19 @@ class SharedPrefixEngine(FSDPEngine):
         Returns ``model_output``, jagged in the order of ``data`` (in updates only with ``return_model_output``),
         ``loss`` of each micro-batch, and ``metrics``. An invalid mini-batch is a ValueError, KeyError or RankError on
         every rank, a mismatch in verify mode a MismatchError or RankError. Any other error is raised on its rank alone.
+
+        An update with ``FROM_UPDATE`` takes old log-probs from its own forward and keeps its outputs. The next forward
+        with ``FROM_UPDATE`` returns them.
         """
+        if from_update := tu.get_non_tensor_data(data, FROM_UPDATE, default=False):
+            if forward_only:
+                return {"model_output": self._take_outputs(data), "loss": [1.0], "metrics": {}}
+            if self._of_update is not None:
+                raise old_log_prob_error("a batch has several optimizer steps")
         plan = self.plan(data, forward_only)
         loss_scale = {"dp_size": self.get_data_parallel_size(), "batch_num_tokens": plan.loss_mask_tokens}
         tu.assign_non_tensor(plan.data, sp_size=self.ulysses_sequence_parallel_size, **loss_scale)
-        returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
+        returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=from_update)
         batch = self._mini_batch(plan, loss_function, forward_only)
         results = []
         for index, planned in enumerate(plan.micro_batches):
@@ -196,6 +207,8 @@ class SharedPrefixEngine(FSDPEngine):
         weigh_means([result["metrics"] for result in results], plan.loss_weights)
         tu.assign_non_tensor(plan.data, use_dynamic_bsz=True)  # verl restores the order only of dynamic batches
         output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], plan.data)
+        if from_update:
+            self._of_update = plan.data["input_ids"], output["model_output"]
         figures = gather(figures_of_rank(plan, self.shared_model.flops, batch.costs))
         metrics = mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name)
         if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
@@ -204,6 +217,14 @@ class SharedPrefixEngine(FSDPEngine):
             text = "shared prefixes: dedup ratio %.2f (tokens of all sequences over computed tokens)"
             logger.info(text, metrics["prefix_grouper/dedup_ratio"][0])
         return output
+
+    def _take_outputs(self, data: TensorDict) -> dict[str, torch.Tensor]:
+        """Return the outputs of the update of this batch, once."""
+        tokens, outputs = self._of_update or (None, {})
+        self._of_update, wanted = None, normalize_batch(data)["input_ids"]
+        if tokens is None or not all(map(torch.equal, *((ids.values(), ids.offsets()) for ids in (tokens, wanted)))):
+            raise old_log_prob_error("the last update had other sequences than this batch")
+        return outputs
 
     def _mini_batch(self, plan: Plan, loss_function: Callable | None, forward_only: bool) -> MiniBatch:
         return MiniBatch(

@@ -22,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
+from verl_pg_plugin.config.keys import FROM_UPDATE
 from verl_pg_plugin.engine.batch import FUSED_OFF, uses_top_k
 from verl_pg_plugin.engine.inputs import ModelInputs
 from verl_pg_plugin.lm_head import fused_obstacle, head_obstacle
@@ -72,6 +73,7 @@ class LogProbRequest:
     with_sum_pi_squared: bool
     entropy_from_logits: Callable[[Tensor], Tensor]  # verl's
     top_k: TopKLoss | None = None
+    entropy_has_gradient: bool = True  # False if the loss does not read it
     with_log_probs: bool = True  # False if the top-k loss is the whole loss
 
     @property
@@ -90,10 +92,12 @@ class LogProbRequest:
         if self.with_sum_pi_squared:
             columns.append(verl_F.calculate_sum_pi_squared_from_logits(logits_NV))
         if self.with_entropy:
-            columns.append(self.entropy_from_logits(logits_NV))
+            with nullcontext() if self.entropy_has_gradient else torch.no_grad():
+                columns.append(self.entropy_from_logits(logits_NV))
         if self.with_log_probs:
             # flash-attn's cross entropy may overwrite the logits with their gradient if nothing else reads them.
-            columns.append(verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=not columns))
+            unread = not any(column.requires_grad for column in columns)
+            columns.append(verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=unread))
         return torch.stack([column.to(torch.promote_types(column.dtype, torch.float32)) for column in columns], dim=-1)
 
 
@@ -111,10 +115,12 @@ def read_request(
         entropy = partial(entropy, chunk_size=config.entropy_from_logits_chunk_size)
     if config.entropy_checkpointing:
         entropy = partial(checkpoint, entropy, use_reentrant=False)
+    loss_reads_entropy = tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
     return LogProbRequest(
         labels=inputs.labels,
         temperature=temperature,
-        with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
+        with_entropy=loss_reads_entropy or tu.get_non_tensor_data(micro_batch, FROM_UPDATE, default=False),
+        entropy_has_gradient=loss_reads_entropy,
         with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
         entropy_from_logits=entropy,
         top_k=teacher_top_k(loss, micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
@@ -155,6 +161,7 @@ class LogProbHead:
             outputs_NC = _ChunkedOutputs.apply(hidden_NE, self.head.weight, self.head.bias, request, self.chunk_size)
             return outputs_NC.unsqueeze(0)
         log_probs, entropy = self.fused(hidden_NE, self.head.weight, request.labels, request.temperature)
+        entropy = entropy if request.entropy_has_gradient else entropy.detach()
         columns = [entropy, log_probs] if request.with_entropy else [log_probs]
         for column in columns:
             if column.requires_grad:

@@ -75,7 +75,7 @@ class ModelInputs:
     all_labels: torch.Tensor | None = None  # (A,) index of the tokens with a label; None without Ulysses
     num_padding: int = 0  # tokens of all ranks that the layout does not have
     places: torch.Tensor | None = None  # router replay: index of all sequences' tokens into [cached | packed] tokens
-    content: dict[str, torch.Tensor] = field(default_factory=dict)  # other keywords of the model
+    content: dict[str, Any] = field(default_factory=dict)  # other keywords of the model
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def make_inputs(
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
     """
     if isinstance(layout, PaddedLayout):
-        return _padded_inputs(context, layout, sequences, device)
+        return _padded_inputs(context, layout, sequences, device, dict(modality.keywords))
     group = context.group
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     padding, content = modality.inputs(layout, sequences, shown)
@@ -179,7 +179,7 @@ def make_inputs(
         num_own=num_own,
         all_labels=to_device(layout.head_index, device) if group else None,
         num_padding=num_tokens - layout.num_tokens,
-        content={name: send(tensor, device) for name, tensor in (content or {}).items()},
+        content={**modality.keywords, **{name: send(tensor, device) for name, tensor in (content or {}).items()}},
     )
 
 
@@ -188,7 +188,7 @@ def _sequence_of(index: IntArray, sequences: Sequences) -> IntArray:
 
 
 def _padded_inputs(
-    context: ForwardContext, layout: PaddedLayout, sequences: Sequences, device: torch.device
+    context: ForwardContext, layout: PaddedLayout, sequences: Sequences, device: torch.device, content: dict[str, Any]
 ) -> ModelInputs:
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
     head_columns, place = np.unique(column, return_inverse=True)
@@ -202,4 +202,5 @@ def _padded_inputs(
         labels=to_device(layout.labels.reshape(-1)[layout.head_index], device),
         label_sequence=to_device(_sequence_of(layout.response_index, sequences), device),
         label_index=to_device(layout.response_index, device),
+        content=content,
     )

@@ -11,9 +11,12 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_pg_plugin.attention.cache import PrefixCache
 from verl_pg_plugin.attention.kernels import Kernel
+from verl_pg_plugin.config.keys import FROM_UPDATE
 from verl_pg_plugin.engine.activations import LayerCheckpoints, PinnedCopier
 from verl_pg_plugin.engine.heads import ForwardOutputs
 from verl_pg_plugin.engine.inputs import ModelInputs, SequenceSelector, make_context, make_inputs
@@ -95,7 +98,8 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
     with batch.autocast():
         outputs = batch.compute(inputs, fields)
         if batch.loss_function is not None:
-            loss, metrics = batch.loss_function(model_output=outputs, data=fields, dp_group=batch.dp_group)
+            read = _add_old_log_probs(outputs, fields)
+            loss, metrics = batch.loss_function(model_output=read, data=fields, dp_group=batch.dp_group)
     if not forward_only:
         batch.backward(loss)
 
@@ -108,6 +112,15 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
         reshard(batch.module)
     costs.num_padding += inputs.num_padding
     return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
+
+
+def _add_old_log_probs(outputs: dict[str, torch.Tensor], fields: TensorDict) -> dict[str, torch.Tensor]:
+    """Set ``old_log_probs`` of a batch with ``FROM_UPDATE`` in place, and return the outputs that the loss reads."""
+    if not tu.get_non_tensor_data(fields, FROM_UPDATE, default=False):
+        return outputs
+    fields["old_log_probs"] = no_padding_2_padding(outputs["log_probs"].detach(), fields)
+    reads_entropy = tu.get_non_tensor_data(fields, "calculate_entropy", default=False)
+    return {name: values for name, values in outputs.items() if reads_entropy or name != "entropy"}
 
 
 def reshard(module: nn.Module) -> None:

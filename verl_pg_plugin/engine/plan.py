@@ -104,7 +104,7 @@ def plan_mini_batch(
 
         def cut(at_least: int) -> list[_LaidOut]:
             groups = cut_for_loss(order, has_loss, limits, weights, at_least, forward_only=forward_only, policy=policy)
-            return [_build_layouts(group, sequences, packed, forward_only) for group in groups]
+            return [_lay_out(group, sequences, packed, forward_only) for group in groups]
 
         draft = cut(at_least=1)
         counts = data["loss_mask"].sum().item(), int(loss_tokens.sum())
@@ -150,7 +150,7 @@ def _running_order(
     return planned
 
 
-def _build_layouts(group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool) -> _LaidOut:
+def _lay_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool) -> _LaidOut:
     if packed:
         layouts: list[Layout] = [*build_layouts(group, sequences, forward_only)]
     else:

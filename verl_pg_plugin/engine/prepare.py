@@ -84,10 +84,12 @@ class SharedModel:
                 )
 
 
-def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
-    """Change the config from which a model is built; a vision encoder keeps its attention."""
-    kept = {"vision_config": config.vision_config._attn_implementation} if modality.kinds else {}
-    for name in count_layers(config.get_text_config()):
+def prepare_config(config: PretrainedConfig) -> None:
+    """Change the config from which a model is built; encoders keep their attention."""
+    text = config.get_text_config()
+    parts = [(name, getattr(config, name, None)) for name in config.sub_configs]
+    kept = {name: part._attn_implementation for name, part in parts if part is not None and part is not text}
+    for name in count_layers(text):
         MIXERS[name].prepare(config)
     if kept:
         config._attn_implementation = {"": config._attn_implementation, **kept}

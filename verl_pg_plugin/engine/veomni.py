@@ -143,7 +143,7 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
 
     def _maybe_apply_async_activation_offload(self, module: nn.Module) -> None:
         """Prepare the model; verl calls this after building and before sharding it."""
-        prepare_config(module.config, self.modality)
+        prepare_config(module.config)
         self._take_over(module)
         self._finish_unsharded(module)
 

@@ -7,9 +7,8 @@ from transformers import PretrainedConfig
 from verl_pg_plugin.attention.context import heads_obstacle
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import AttentionNeeds
+from verl_pg_plugin.mixers.layer_types import FULL, SLIDING, layer_types
 from verl_pg_plugin.mixers.mixer import Mixer, PairCost
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def obstacles(config: PretrainedConfig) -> list[str]:
@@ -59,15 +58,6 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)} if has_sizes else set()
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     return AttentionNeeds(frozenset(widths), softcap, SLIDING in layer_types(config))
-
-
-def layer_types(config: PretrainedConfig) -> list[str]:
-    """Return the type of each layer; without ``layer_types``, ``sliding_window`` applies to all (Mistral, Phi3)."""
-    num_layers = getattr(config, "num_hidden_layers", 0)
-    if types := getattr(config, "layer_types", None):
-        return list(types)[:num_layers]
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return [SLIDING if sliding else FULL] * num_layers
 
 
 def _head_dims(config: PretrainedConfig, kind: str) -> tuple[int, int]:

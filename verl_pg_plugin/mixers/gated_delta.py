@@ -12,11 +12,10 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.kernels import gpus
-from verl_pg_plugin.mixers.attention import layer_types
 from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, install
+from verl_pg_plugin.mixers.layer_types import LINEAR, layer_types
 from verl_pg_plugin.mixers.mixer import Mixer
 
-LINEAR = "linear_attention"
 TEXT_MODEL_TYPES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 MULTIMODAL_MODEL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe"})
 

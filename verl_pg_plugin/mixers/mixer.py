@@ -20,7 +20,7 @@ class Mixer:
     """How some layers of a model mix tokens. Functions of a config take the text config."""
 
     name: str  # the key in ``MIXERS`` and in ``ForwardContext.calls``
-    layer_types: frozenset[str]  # the entries of a config's ``layer_types``
+    layer_types: frozenset[str]  # the entries of ``layer_types(config)``
     # Reasons why its layers cannot share tokens; empty if they can.
     obstacles: Callable[[PretrainedConfig], list[str]] = lambda config: []
     # Missing packages for a device type, each with the command that installs it.

@@ -6,6 +6,7 @@ its processor for every response, so contents are compared, not objects. Keys in
 previous token, so equal prefixes of keys have equal positions.
 """
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,9 +21,12 @@ from transformers import PretrainedConfig
 
 from verl_pg_plugin.issue import SHARING_OFF, BatchError
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, counted
-from verl_pg_plugin.modalities.modality import Kind, Modality, read_outputs, read_positions
+from verl_pg_plugin.modalities.modality import Kind, Modality, check_counted, read_positions
 
-IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+IMAGES_ALONE = ("glm4v", "glm4v_moe")
+"""Types whose placeholders of images and videos are one token, so transformers cannot tell them apart in a batch."""
+MROPE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *IMAGES_ALONE)
+IMAGE_MODEL_TYPES = (*MROPE_MODEL_TYPES, "internvl")
 """Models that are causal over image tokens too, and whose vision encoder processes each image or frame separately."""
 
 POSITION_DIMENSIONS = 4
@@ -49,30 +53,66 @@ class Images(Modality):
 
     merge_size: int  # a token is merge_size x merge_size patches
     patch_numbers: int  # elements of a patch
+    blank: tuple[int, int]  # rows and columns of patches of the smallest image
+    tile: tuple[int, ...] = ()  # shape of the pixels of a tile, where these are the images and positions count tokens
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Images":
         vision: Any = config.vision_config
+        if config.model_type == "internvl":
+            rows, columns = (size // patch for size, patch in zip(vision.image_size, vision.patch_size, strict=True))
+            tile = (vision.num_channels, *vision.image_size)
+            return cls(
+                kinds=(Kind("image", "pixel_values", "image_grid_thw", config.image_token_id),),
+                merge_size=round(1 / config.downsample_ratio),
+                patch_numbers=math.prod(tile) // (rows * columns),
+                blank=(rows, columns),
+                tile=tile,
+            )
         channels = getattr(vision, "in_channels", None) or vision.in_chans
+        kinds = (
+            Kind("image", "pixel_values", "image_grid_thw", config.image_token_id),
+            Kind("video", "pixel_values_videos", "video_grid_thw", config.video_token_id),
+        )
         return cls(
-            kinds=(
-                Kind("image", "pixel_values", "image_grid_thw", config.image_token_id),
-                Kind("video", "pixel_values_videos", "video_grid_thw", config.video_token_id),
-            ),
+            kinds=kinds[:1] if config.model_type in IMAGES_ALONE else kinds,
             merge_size=vision.spatial_merge_size,
             patch_numbers=channels * vision.temporal_patch_size * vision.patch_size**2,
+            blank=(vision.spatial_merge_size,) * 2,
         )
 
     def install(self, module: Any) -> None:
         """Slice tokens for Ulysses after the vision encoder and the embedding, which every rank runs on all tokens."""
+        if (embeddings := getattr(getattr(module.model, "visual", None), "embeddings", None)) is not None:
+            # GLM's encoder interpolates the weight of an ``nn.Embedding`` that it never calls, and verl makes each such
+            # module an FSDP2 unit, whose weight is gathered in its own forward only.
+            embeddings.position_embedding = nn.ParameterDict({"weight": embeddings.position_embedding.weight})
         module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
-        names = frozenset(name for kind in self.kinds for name in (kind.pixels, kind.grids))
-        images = self._find_images(sequences, read_outputs(data, names))
-        positions = _mrope_positions(read_positions(data), sequences.offsets, has_images=any(images))
+        outputs, given, offsets = self.read_outputs(data), read_positions(data), sequences.offsets
+        if self.tile:
+            check_counted(given, offsets)
+            outputs = [self._tiles(sequence, output) for sequence, output in enumerate(outputs)]
+        images = self._find_images(sequences, outputs)
+        positions = counted(offsets)[None] if self.tile else _mrope_positions(given, offsets, has_images=any(images))
         keys, offset_in_image = _build_keys(sequences, positions, images)
-        return replace(sequences, keys=keys, positions=positions, offset_in_image=offset_in_image, images=images)
+        taken = None if self.tile else positions
+        return replace(sequences, keys=keys, positions=taken, offset_in_image=offset_in_image, images=images)
+
+    def _tiles(self, sequence: int, output: dict[str, Any]) -> dict[str, Any]:
+        """Return a sequence's pixels as (patches, elements), in their order in memory, and (tiles, 3) grids.
+
+        BatchError for images of another size.
+        """
+        (kind,) = self.kinds
+        if (pixels := output.get(kind.pixels)) is None:
+            return {}
+        if pixels.shape[1:] != self.tile:
+            shapes = f"has images of shape {tuple(pixels.shape[1:])}, and the model's tiles are {self.tile}"
+            raise BatchError(f"sequence {sequence}: {kind.pixels} {shapes}; {SHARING_OFF}")
+        patches = pixels.reshape(-1, self.patch_numbers)
+        return {kind.pixels: patches, kind.grids: torch.tensor([(1, *self.blank)] * len(pixels))}
 
     def _find_images(self, sequences: Sequences, outputs: list[dict[str, Any]]) -> list[list[Image]]:
         """Return the images of each sequence in token order; ``outputs`` as ``read_outputs`` returns them."""
@@ -104,7 +144,7 @@ class Images(Modality):
             layout: of ``sequences``, or of a prefix of the first.
             shown: kinds that some rank has in the mini-batch.
         """
-        images, size = shown_images(layout, sequences), self.merge_size
+        images = shown_images(layout, sequences)
         padding: list[int] = []
         tensors: dict[str, torch.Tensor] = {}
         for kind in self.kinds:
@@ -112,9 +152,13 @@ class Images(Modality):
                 tensors[kind.pixels] = torch.cat([image.pixels for image in of_kind])
                 tensors[kind.grids] = torch.tensor([(1, *image.grid) for image in of_kind])
             elif kind in shown:
-                padding.append(kind.token_id)
-                tensors[kind.pixels] = torch.zeros(size**2, self.patch_numbers)
-                tensors[kind.grids] = torch.tensor([(1, size, size)])
+                patches = math.prod(self.blank)
+                padding += [kind.token_id] * (patches // self.merge_size**2)
+                tensors[kind.pixels] = torch.zeros(patches, self.patch_numbers)
+                tensors[kind.grids] = torch.tensor([(1, *self.blank)])
+            if self.tile and tensors:
+                del tensors[kind.grids]
+                tensors[kind.pixels] = tensors[kind.pixels].view(-1, *self.tile)
         return padding, tensors
 
 
@@ -163,7 +207,7 @@ def _images_of(
 def _build_keys(
     sequences: Sequences, positions: IntArray, images: Sequence[Sequence[Image]]
 ) -> tuple[IntArray, IntArray]:
-    """Return ``Sequences.keys`` and ``Sequences.offset_in_image``, (N,) each, given (4, N) positions."""
+    """Return ``Sequences.keys`` and ``Sequences.offset_in_image``, (N,) each, given (P, N) positions."""
     tokens, starts = sequences.tokens, sequences.offsets[:-1]
     keys, offset_in_image = tokens.astype(np.int64), np.zeros(len(tokens), dtype=np.int64)
     before = np.roll(positions, 1, axis=1)

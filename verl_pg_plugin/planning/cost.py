@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from verl_pg_plugin.layout import FloatArray, IntArray, Layout
 from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
-from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
+from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES, Images
 
 FORWARDS_OF_AN_UPDATE = 3
 """FLOPs of an update over those of its forward: a backward has two matrix products for each of the forward's."""
@@ -18,6 +18,8 @@ FORWARDS_OF_AN_UPDATE = 3
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Names of these fields in transformers' configs."""
+AFTER_MERGING = ("merger", "downsample", "multi_modal_projector")
+"""Parts of vision encoders that run once for the patches of a token."""
 
 
 def visible_pairs(start: IntArray, tokens: IntArray, window: int | None = None) -> IntArray:
@@ -45,17 +47,19 @@ class VisionFlops:
         """Count the matrices of an unsharded transformers model; None if the plugin shares no images of it."""
         if getattr(module.config, "model_type", None) not in IMAGE_MODEL_TYPES:
             return None
-        encoder, config = module.model.visual, module.config.vision_config
-        lookups = {id(part.weight) for part in encoder.modules() if isinstance(part, nn.Embedding)}
+        config, patches_per_token = module.config.vision_config, Images.of(module.config).merge_size ** 2
+        lookups = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
         per_patch = 0.0
-        for name, weight in encoder.named_parameters():
-            if weight.ndim >= 2 and id(weight) not in lookups:
-                merged = config.spatial_merge_size**2 if "merger" in name else 1
+        for name, weight in module.model.named_parameters():
+            other = id(weight) in lookups or any(part in name for part in ("language_model.", "position_embedding"))
+            if weight.ndim >= 2 and not other:
+                merged = patches_per_token if any(part in name for part in AFTER_MERGING) else 1
                 per_patch += 2 * weight.numel() / merged
-        whole = getattr(config, "fullatt_block_indexes", range(config.depth))
-        window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
+        depth = getattr(config, "depth", None) or config.num_hidden_layers
+        whole = getattr(config, "fullatt_block_indexes", range(depth))
+        window = (config.window_size // config.patch_size) ** 2 if len(whole) < depth else None
         per_pair = 4.0 * getattr(config, "embed_dim", config.hidden_size)  # hidden_size: the text's in Qwen2-VL
-        pairs = ((None, per_pair * len(whole)), (window, per_pair * (config.depth - len(whole))))
+        pairs = ((None, per_pair * len(whole)), (window, per_pair * (depth - len(whole))))
         return cls(per_patch, tuple(pair for pair in pairs if pair[1]))
 
     def forward(self, patches: IntArray) -> float:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.trainer.groups import regroup, updated
+from verl_pg_plugin.trainer.old_log_probs import compute_or_postpone, update_and_complete
 
 __all__ = ["keep_groups"]
 
@@ -40,6 +41,11 @@ def keep_groups(trainer_cls: type[TrainerT]) -> type[TrainerT]:
         raise TypeError(f"{name} is derived from neither {' nor '.join(BASES)}")
     upstream.regroup_after_balance(trainer_cls, regroup, updated)
     return trainer_cls
+
+
+def postpone_old_log_probs(trainer_cls: type) -> None:
+    """Patch one of verl's trainers to take old log-probs from the update where nothing else needs them."""
+    upstream.take_old_log_probs_from_update(trainer_cls, compute_or_postpone, update_and_complete)
 
 
 def verls_trainers() -> list[type]:

@@ -8,9 +8,12 @@ import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
+from verl import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
+from verl.utils.transferqueue_utils import KVBatchMeta
 
+from verl_pg_plugin.compat import requirements
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
 from verl_pg_plugin.planning.prefix_breaks import Turn, count_tokens, report
@@ -32,16 +35,26 @@ def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
 def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str) -> None:
     """Reorder a batch of a run that shares prefixes: ranks and mini-batches get whole groups at balanced cost.
 
-    The batch is V1's ``KVBatchMeta`` or V0's ``DataProto``. Adds verl's metrics of tokens per rank, under
-    ``logging_prefix``, and the plugin's metrics to ``metrics``.
+    The batch is V1's ``KVBatchMeta`` or V0's ``DataProto``; one of another type keeps verl's order, with one warning.
+    Adds verl's metrics of tokens per rank, under ``logging_prefix``, and the plugin's metrics to ``metrics``.
     """
     if not mode_of(trainer.config).shares_prefixes:
         return
+    is_v1, is_v0 = isinstance(batch, KVBatchMeta), isinstance(batch, DataProto)
     if not hasattr(trainer, "_pg_flops"):
         trainer._pg_flops = actor_flops(trainer.config)
         if why := trainer._pg_flops.unknown:
             logger.warning("FLOPs of the actor %s: groups are balanced by tokens", why)
-    if is_v1 := hasattr(batch, "tags"):
+        if not (is_v1 or is_v0):  # as verl PR 7415 plans
+            logger.warning(
+                "%s is neither a KVBatchMeta nor a DataProto, so its order stays: groups may be cut, which loses "
+                "sharing, not exactness. Fix: pip install '%s'",
+                f"{type(batch).__module__}.{type(batch).__qualname__}",
+                requirements("tested").get("verl", "verl"),
+            )
+    if not (is_v1 or is_v0):
+        return
+    if is_v1:
         uids, *numbers = zip(*map(_split_key, batch.keys), strict=True)
         sessions, places = map(np.array, numbers)
         prompts, responses = (np.array([tag[name] for tag in batch.tags]) for name in ("prompt_len", "response_len"))
