@@ -71,13 +71,21 @@ class StepCase:
         return self.prompt + max(self.turns - 1, 0) * (self.response + TOKENS_BETWEEN_TURNS)
 
 
+def mode(text: str) -> str:
+    """A mode, with options of the plugin after a colon: packed:KEY=VALUE,..."""
+    name, _, options = text.partition(":")
+    if name not in EXAMPLES or (name == "rmpad" and options):
+        raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(EXAMPLES)}; only ours take :KEY=VALUE,...")
+    return text
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
     case = {"type": StepCase.parse, "default": [StepCase(64, 8, 4, 4)], "metavar": "P,R,n,prompts[,turns]"}
     parser.add_argument("--cases", nargs="+", **case)
-    parser.add_argument("--modes", nargs="+", choices=EXAMPLES, default=["rmpad", "packed"])
+    parser.add_argument("--modes", nargs="+", type=mode, default=["rmpad", "packed"], help=mode.__doc__)
     parser.add_argument("--steps", type=int, default=3, help="training steps of a run; the first warms up")
     parser.add_argument("--ngpus", type=int, default=1)
     parser.add_argument("--max-token-len", type=int, default=20480, help="token budget of a micro-batch, per GPU")
@@ -141,16 +149,18 @@ def run_of(
         "MAX_TURNS": case.turns,
         "USE_PREFIX_GROUPER": mode != "rmpad",
     }
+    example, _, options = mode.partition(":")
     overrides = [
         "actor_rollout_ref.rollout.ignore_eos=True",
         f"actor_rollout_ref.rollout.enforce_eager={not args.cuda_graphs}",
         f"actor_rollout_ref.rollout.max_model_len={case.longest_prompt + case.response}",
         *FEW_PROCESSES,
         f"reward.custom_reward_function.path={REPOSITORY / 'scripts' / 'benchmarks' / 'step_reward.py'}",
+        *(f"prefix_grouper.{option}" for option in options.split(",") if option),
         *args.overrides,
     ]
     environ = {key: str(value) for key, value in variables.items()}
-    script = AGENT_EXAMPLE if case.turns else EXAMPLES[mode]
+    script = AGENT_EXAMPLE if case.turns else EXAMPLES[example]
     return ScriptRun.of_example(script, overrides, environ, args.output_dir, name)
 
 
