@@ -122,6 +122,7 @@ def test_rollouts_share_equal_text(estimate: Estimate, tmp_path: Path) -> None:
         {"input": "a b", "output": "c\u2028d", "uid": "x_0_0", "score": 1.0},  # \u2028 is no line break in JSON lines
         {"input": "a b", "output": "", "uid": "x_1_0", "score": 0.0},
         {"input": "c", "output": "c c c", "uid": "y_0_0", "score": 0.0},
+        {"input": "", "output": "", "uid": f"pad{'0' * 32}_0_0", "score": 0.0},  # verl's padding
     ]
     (tmp_path / "9.jsonl").write_text("not read")
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
@@ -153,7 +154,7 @@ def test_rollouts_name_sessions_that_break_and_the_ratio_without(estimate: Estim
         "1 of 2 sessions have a turn that does not begin with an earlier turn:"
         f" dedup ratio {total / computed:.2f}, without breaks {total / (computed - 8):.2f}",
         f"session x_0: dedup ratio {23 / 21:.2f}, without breaks {23 / 13:.2f}",
-        "  turn 1 differs at token 1 and loses 8 tokens: older tokens left out, truncation",
+        "  turn 1 differs at token 1 and loses 8 tokens: older tokens left out, by truncation or the template",
         "    after 'a' turn 0 has 'c' 'd a b c d d c b a', turn 1 has 'a' 'b c d d c b a c c'",
     ]
 

@@ -65,6 +65,12 @@ def test_a_registered_loss_of_the_user_may_read_them(config_of: Any) -> None:
     assert reason == f"{ACTOR}.policy_loss.loss_mode=mine: this loss is not verl's"
 
 
+def test_stock_engines_do_not_provide_them(config_of: Any) -> None:
+    """Their updates would read the placeholder."""
+    target = f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"
+    assert separate_forward_reasons(config_of(target)) == [f"{target}: this engine's updates do not provide them"]
+
+
 def test_router_replay_records_experts_in_the_forward(checkpoint: Path) -> None:
     replay = "model_engine=veomni", f"{ACTOR}.use_prefix_grouper=True", f"{ACTOR}.ppo_mini_batch_size=1024"
     for mode, expected in (
@@ -85,7 +91,7 @@ def test_each_reason_is_one_line_of_the_log_and_of_the_doctor(config_of: Any, ca
                 f"{ACTOR}.ppo_epochs=2: later epochs read them",
             ],
         ),
-        ("", ["none, they are those of the update"]),
+        ("", ["none by the configuration, they are those of the update"]),
     ):
         config = config_of(overrides)
         caplog.clear()

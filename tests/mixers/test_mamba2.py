@@ -99,6 +99,10 @@ def test_the_scan_matches_the_recurrence_token_by_token(num_tokens: int, groups:
     inputs = (x, dt, b, c, a, state)
     got = mamba2.scan(x, dt.sigmoid(), b, c, -a.exp(), state, size=8)
     want = token_by_token(x, dt.sigmoid(), b, c, -a.exp(), state)
+    narrow = [tensor.float() for tensor in (x, dt.sigmoid(), b, c, -a.exp(), state)]
+    expected = mamba2.scan(*narrow, size=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, mamba2.scan(*narrow, size=8), expected))
     weights = [torch.randn_like(out) for out in want]
     got = [*got, *torch.autograd.grad(got, inputs, weights)]
     want = [*want, *torch.autograd.grad(want, inputs, weights)]

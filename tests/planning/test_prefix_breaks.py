@@ -137,7 +137,7 @@ def shorten(messages: Messages) -> Messages:
     [
         (QWEN3, [thought(30), thought(31)], QUERIES, list, "thinking removed by the chat template"),
         (QWEN3_5, [thought(30, False), thought(31, False)], QUERIES, list, "thinking removed by the chat template"),
-        (LLAMA3, REPLIES, QUERIES, drop_oldest, "older tokens left out, truncation"),
+        (LLAMA3, REPLIES, QUERIES, drop_oldest, "older tokens left out, by truncation or the template"),
         (LLAMA3, REPLIES, QUERIES, summarize, "another context, of a sub-agent or a summary"),
         (QWEN3_5, [REPLIES[0]] * 3, QUERIES, add_tools, "the system prompt, tools or first message changed"),
         (LLAMA3, REPLIES, QUERIES, shorten, "a message of the session changed, or was rendered in another way"),

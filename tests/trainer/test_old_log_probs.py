@@ -17,7 +17,7 @@ from verl_pg_plugin.config.keys import FROM_UPDATE
 from verl_pg_plugin.trainer.old_log_probs import compute_or_postpone
 
 ONE_STEP = {"TRAIN_BATCH_SIZE": "4", "PPO_MINI_BATCH_SIZE": "4"}
-LOGGED = "separate forward for old log-probs: none, they are those of the update"
+LOGGED = "separate forward for old log-probs: none by the configuration, they are those of the update"
 OPTION = "prefix_grouper.old_log_prob"
 
 
@@ -31,7 +31,9 @@ class OfVerl(Stock):
 @pytest.fixture
 def one_step(config: DictConfig) -> DictConfig:
     """Two prompts with two responses each are one mini-batch."""
+    engine = {"fsdp_config": {"_target_": "verl_pg_plugin.config.PrefixGrouperEngineConfig"}}
     settings = {"data": {"train_batch_size": 2}, "trainer": {"critic_warmup": 0}}
+    settings["actor_rollout_ref"] = {"actor": engine}
     return OmegaConf.merge(config, settings)  # type: ignore[return-value]
 
 

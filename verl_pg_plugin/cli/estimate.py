@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from verl_pg_plugin.layout import IntArray, PrefixOrder, build_prefix_order
 from verl_pg_plugin.planning.prefix_breaks import Turn, report, tokenize
 
 MAX_SEQUENCES = 10**6  # arrays of sequences fit in memory
+PADDING = re.compile(r"pad[0-9a-f]{32}_")  # ids of the sequences that verl adds to fill a batch
 UNKNOWN = 2**31  # token ids from here on are in no vocabulary
 MEASURED = {
     "Qwen3-4B, 4 prompts of 4096, response 1024, n 1": (1.00, 2.14, 1.40),
@@ -112,6 +114,8 @@ def read_rollouts(args: argparse.Namespace, tokenizer: Any) -> tuple[PrefixOrder
     try:
         for line in filter(None, file.read_text("utf-8", "replace").split("\n")):  # not splitlines: Unicode
             record = json.loads(line)
+            if PADDING.match(str(record.get("uid"))):
+                continue
             # Turns share their uid except its suffix ``_turn``, a prompt's sessions also ``_session``; V0 dumps no uid.
             session = str(record["uid"]).rsplit("_", 1)[0] if "uid" in record else line
             uid = session.rsplit("_", 1)[0] if "uid" in record else record["input"]

@@ -60,7 +60,7 @@ def run_lines(config: DictConfig, *, asks_verl: bool = True) -> list[Check]:
         lines.append(Check(OK, "compiled layers", f"{'yes' if compiles else 'no'} ({why})"))
     if mode.shares_prefixes:
         lines.append(Check(OK, "rollouts", summary(rollout_parts(config))))
-        reasons = separate_forward_reasons(config) or ["none, they are those of the update"]
+        reasons = separate_forward_reasons(config) or ["none by the configuration, they are those of the update"]
         lines += [Check(OK, "separate forward for old log-probs", reason) for reason in reasons]
     for issue in issues:
         status = WARN if issue.is_warning else FAIL

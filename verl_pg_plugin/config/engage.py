@@ -34,7 +34,8 @@ def engage(config: DictConfig, *, from_ours: bool = False) -> None:
         check(config, asks_verl=from_ours)
         if enabled:
             logger.info("verl_pg_plugin: rollouts: %s", summary(rollout_parts(config)))
-            for reason in separate_forward_reasons(config) or ["none, they are those of the update"]:
+            reasons = separate_forward_reasons(config) or ["none by the configuration, they are those of the update"]
+            for reason in reasons:
                 logger.info("verl_pg_plugin: separate forward for old log-probs: %s", reason)
         return
     log_warnings(unread_keys(config))

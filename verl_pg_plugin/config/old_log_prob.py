@@ -16,6 +16,7 @@ _READERS = {
     f"{CORRECTION}.rollout_rs": "rejection sampling reads them",
     f"{ACTOR}.calculate_sum_pi_squared": "advantages read them",
     f"{ACTOR}.shuffle": "the update has another order of sequences",
+    "algorithm.use_pf_ppo": "the update gets other samples of the batch",
     "distillation.enabled": "a distillation loss may need no log-probs",
 }
 """Settings that need old log-probs before the update, and why."""
@@ -30,10 +31,15 @@ def separate_forward_reasons(config: DictConfig) -> list[str]:
         return [f"{USE_PREFIX_GROUPER}={OmegaConf.select(config, USE_PREFIX_GROUPER)}"]
     if (option := OmegaConf.select(config, f"{OPTIONS}.old_log_prob", default="auto")) != "auto":
         return [f"{OLD_LOG_PROB}={option}"]
+    actor = engine_of(config, ACTOR)
+    if not str(target := actor.get("_target_")).startswith("verl_pg_plugin."):
+        return [f"{actor.section}._target_={target}: this engine's updates do not provide them"]
     values = {key: OmegaConf.select(config, key) for key in _READERS}
     reasons = [f"{key}={value}: {_READERS[key]}" for key, value in values.items() if value]
     batch, prompts = (count_of(config, key) for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"))
-    if batch != prompts:
+    if not batch:
+        reasons.append(f"data.train_batch_size={batch}: a batch may have several mini-batches")
+    elif batch != prompts:
         reasons.append(f"{ACTOR}.ppo_mini_batch_size={prompts}: a batch of {batch} prompts has several mini-batches")
     if (epochs := count_of(config, f"{ACTOR}.ppo_epochs")) > 1:
         reasons.append(f"{ACTOR}.ppo_epochs={epochs}: later epochs read them")
@@ -43,6 +49,6 @@ def separate_forward_reasons(config: DictConfig) -> list[str]:
     trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if OmegaConf.select(config, "trainer.use_v1") and trainer not in _TRAINERS:
         reasons.append(f"trainer.v1.trainer_mode={trainer}: its weights may differ from those of the update")
-    if (actor := engine_of(config, ACTOR)).get("router_replay.mode") == "R2":
+    if actor.get("router_replay.mode") == "R2":
         reasons.append(f"{actor.section}.router_replay.mode=R2: their forward records the experts")
     return reasons

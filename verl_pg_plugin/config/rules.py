@@ -202,8 +202,9 @@ def attn_implementation(engine: Engine) -> Iterator[Issue]:
     if name not in REPLACED_ATTENTION:
         why = "attention over shared prefixes replaces it"
         yield Issue(f"{key}={name}", why, f"++{key}=sdpa", is_warning=True)
-    elif engine.mode is Mode.PACKED and name == "flash_attention_2" and not runs and _encodes_images(engine):
-        why = f"the vision encoder of {engine.hf_config.model_type} would run it, and it needs a GPU and flash-attn"
+    has_encoder = getattr(engine.hf_config, "vision_config", None) is not None  # also where only text is trained
+    if engine.mode is Mode.PACKED and name == "flash_attention_2" and not runs and has_encoder:
+        why = f"the vision encoder of {engine.hf_config.model_type} is built with it, and it needs a GPU and flash-attn"
         yield Issue(f"{key}={name}", why, f"++{key}=sdpa")
 
 

@@ -38,7 +38,7 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
         why = "shared prefixes change the order of sequences in a micro-batch"
         raise BatchError(f"force_group_size={size} keeps neighbours together, and {why}. Fix: {SHARING_OFF}")
     field = data.get("advantages", None) if tu.get_non_tensor_data(data, FROM_UPDATE, default=False) else None
-    if field is not None and (field.values() if field.is_nested else field).isnan().all():
+    if field is not None and (field.values() if field.is_nested else field).isnan().any():
         raise old_log_prob_error("advantages are NaN, as if computed from old log-probs before the update")
     if not fused_head:
         return

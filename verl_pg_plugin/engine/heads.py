@@ -8,7 +8,7 @@ by chunk, or by verl's fused linear cross entropy.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -29,6 +29,7 @@ from verl_pg_plugin.lm_head import fused_obstacle, head_obstacle
 from verl_pg_plugin.transfer import send
 
 logger = logging.getLogger(__name__)
+ENTROPY_CHUNK = 2048  # labels of an entropy without gradient at a time
 TOP_K_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
 """Per-token outputs of verl's loss over a teacher's top k."""
 ForwardOutputs = Callable[..., tuple[list[str], Tensor]]
@@ -92,8 +93,12 @@ class LogProbRequest:
         if self.with_sum_pi_squared:
             columns.append(verl_F.calculate_sum_pi_squared_from_logits(logits_NV))
         if self.with_entropy:
-            with nullcontext() if self.entropy_has_gradient else torch.no_grad():
+            if self.entropy_has_gradient:
                 columns.append(self.entropy_from_logits(logits_NV))
+            else:  # in chunks: the memory of an update may be planned without it
+                with torch.no_grad():
+                    chunks = map(self.entropy_from_logits, logits_NV.split(ENTROPY_CHUNK))
+                    columns.append(torch.cat([*chunks]))
         if self.with_log_probs:
             # flash-attn's cross entropy may overwrite the logits with their gradient if nothing else reads them.
             unread = not any(column.requires_grad for column in columns)
@@ -260,11 +265,15 @@ class _ChunkedOutputs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NE) if needs_hidden else None
         grad_weight = torch.zeros_like(weight_VE, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
+        request = ctx.request
+        if request.with_entropy and not request.entropy_has_gradient:
+            left = [column for column, name in enumerate(request.names) if name != "entropy"]
+            request, grad_NC = replace(request, with_entropy=False), grad_NC[:, left]
         for part in ctx.parts:
             with torch.enable_grad(), torch.autocast(*ctx.autocast):
                 logits = F.linear(hidden_NE[part], weight_VE.detach(), None if bias_V is None else bias_V.detach())
                 logits = logits.detach().requires_grad_()
-                outputs = ctx.request.outputs(logits, part)
+                outputs = request.outputs(logits, part)
             (grad_logits,) = torch.autograd.grad(outputs, logits, grad_NC[part])
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits.to(weight_VE.dtype) @ weight_VE

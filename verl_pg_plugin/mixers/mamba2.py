@@ -30,6 +30,8 @@ _SINCE = {
 """The first transformers that runs a model type, and the fault of those before."""
 
 
+@torch.autocast("cuda", enabled=False)  # verl's autocast would round to bf16
+@torch.autocast("cpu", enabled=False)
 def scan(
     x_NLHP: Tensor, dt_NLH: Tensor, b_NLGS: Tensor, c_NLGS: Tensor, a_H: Tensor, state_NHPS: Tensor | None, size: int
 ) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ def mix(mixer: Any, context: ForwardContext | None, x_1LD: Tensor, dt_1LH: Tenso
         return depth.unpadded(y), state
 
     y_THP = run_by_depth(context.index(Depths.from_layout, x_1LD.device), scan_depth, (x_THP, dt_TH, b_TGS, c_TGS))
-    y_THP = context.mixed(MAMBA2, y_THP + mixer.D.to(wide).unsqueeze(1) * x_THP)
+    y_THP = y_THP + mixer.D.to(wide).unsqueeze(1) * x_THP
     return F.pad(y_THP.flatten(1), (0, 0, 0, x_1LD.shape[1] - num_tokens)).unsqueeze(0)
 
 
@@ -106,7 +108,8 @@ def forward(mixer: Any, hidden_states: Tensor, prefix_grouper: ForwardContext | 
     gate, x_1LD, dt_1LH = projected.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
     y = mix(mixer, prefix_grouper, x_1LD, dt_1LH)
     y = mixer.norm(y, gate) if getattr(mixer, "mamba_rms_norm", True) else y * F.silu(gate)
-    return mixer.out_proj(y.to(hidden_states.dtype))
+    assert prefix_grouper is not None  # ``mix`` raises without one
+    return mixer.out_proj(prefix_grouper.mixed(MAMBA2, y.to(hidden_states.dtype)))
 
 
 def install(model: nn.Module) -> None:

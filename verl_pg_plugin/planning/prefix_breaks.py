@@ -69,7 +69,7 @@ def report(sessions: Mapping[str, Sequence[Turn]], decode: Callable[[IntArray], 
 
     def ratios(of: Collection[Sequence[Turn]]) -> str:
         total, (computed, lost) = sum(len(turn.tokens) for turns in of for turn in turns), count_tokens(of)
-        return f"dedup ratio {total / computed:.2f}, without breaks {total / (computed - lost):.2f}\n"
+        return f"dedup ratio {total / computed:.2f}, without breaks {total / max(computed - lost, 1):.2f}\n"
 
     breaks = {name: items.values() for name, turns in sessions.items() if (items := find_breaks(turns))}
     broken = f"{len(breaks)} of {len(sessions)} sessions have a turn that does not begin with an earlier turn: "
@@ -97,7 +97,7 @@ def _likely_cause(item: Break, turns: Sequence[Turn], decode: Callable[[IntArray
     if end_of_thought and end_of_thought not in added and added.strip().startswith(answer.strip()):
         return "thinking removed by the chat template"
     if not added:
-        return "older tokens left out, truncation"
+        return "older tokens left out, by truncation or the template"
     first_message = turns[0].tokens[: turns[0].prompt][-2 * MIN_RUN : -MIN_RUN]  # its end, before the reply's header
     if first_message.tobytes() in old[:at].tobytes():
         return "a message of the session changed, or was rendered in another way"

@@ -16,7 +16,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils.debug.metrics import calculate_debug_metrics
-from verl.utils.transferqueue_utils import tq
+from verl.utils.transferqueue_utils import KVBatchMeta, tq
 
 from verl_pg_plugin.config.keys import FROM_UPDATE
 from verl_pg_plugin.config.old_log_prob import CORRECTION, separate_forward_reasons
@@ -27,7 +27,8 @@ logger.setLevel(logging.INFO)  # verl's default level is WARNING
 
 def compute_or_postpone(compute: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run verl's ``_compute_old_log_prob``, or store NaN if the update will provide old log-probs."""
-    if _extra_info(batch).get(FROM_UPDATE) or _needs_forward(trainer, batch):
+    is_known = isinstance(batch, KVBatchMeta | DataProto)
+    if not is_known or _extra_info(batch).get(FROM_UPDATE) or _needs_forward(trainer, batch):
         return compute(trainer, batch, *args, **kwargs)
     trainer._pg_postponed = True
     if isinstance(batch, DataProto):  # V0
