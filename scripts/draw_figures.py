@@ -65,13 +65,13 @@ def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str]
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
 
 
-def steps_by_phase(height: float, cases: dict[str, dict[str, str]], label: str) -> plt.Figure:
+def steps_by_phase(height: float, cases: dict[str, dict[str, str]], label: str, table: str = "steps") -> plt.Figure:
     """Draw the seconds of whole steps by phase, stock verl and packed mode, for each title and case."""
     figure, (axes,) = new_axes(height)
     runs, names, totals, notes = [], [], [], []
     for title, case in cases.items():
         both = [
-            {row["phase"]: float(row["seconds_median"]) for row in rows_of("steps", mode=mode, **case)}
+            {row["phase"]: float(row["seconds_median"]) for row in rows_of(table, mode=mode, **case)}
             for mode in ("rmpad", "packed")
         ]
         stock, packed = (run["step"] for run in both)
@@ -95,6 +95,12 @@ def steps() -> plt.Figure:
     """Draw the seconds of a whole step by phase on one GPU."""
     label = f"seconds of a step, prompt 4096, response 1024, n 4\n{ABOUT}, one H200, fsdp2"
     return steps_by_phase(3, {"": {"case": "4096,1024,4,8"}}, label)
+
+
+def demo() -> plt.Figure:
+    """Draw the seconds of a step of ``python -m verl_pg_plugin demo`` by phase."""
+    label = f"seconds of a step: 8 prompts of 512 tokens, n 8\ntiny Qwen3, {RUNS}, two CPU cores"
+    return steps_by_phase(3, {"": {}}, label, "demo")
 
 
 def several_gpus() -> plt.Figure:
@@ -283,7 +289,7 @@ def terminal(title: str, command: str, written: str) -> str:
 FIGURES: dict[str, Callable[[], plt.Figure | str]] = {
     function.__name__: function
     for function in (
-        *(steps, several_gpus, models, where_it_comes_from, reward_over_time, memory),
+        *(steps, demo, several_gpus, models, where_it_comes_from, reward_over_time, memory),
         *(packed_tokens, prefix_trees, split_group, learning_cpu, learning_gpu, problems, a_run),
     )
 }

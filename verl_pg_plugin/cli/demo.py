@@ -21,7 +21,7 @@ MODES = {"stock": (False, 528), "packed": (True, 8192)}
 
 
 def add_parser(subparsers: Any) -> None:
-    about = "train a tiny model on the CPU with stock verl and in packed mode, and compare (seven minutes on two cores)"
+    about = "train a tiny model on the CPU with stock verl and in packed mode, and compare (six minutes on two cores)"
     parser = subparsers.add_parser("demo", help=about, description=about)
     folder = Path(f"verl_pg_demo-{time.strftime('%Y%m%d-%H%M%S')}")
     parser.add_argument("--folder", type=Path, default=folder, help="new folder for data, checkpoint, logs and metrics")
