@@ -14,6 +14,7 @@ from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
+from verl_pg_plugin.mixers.layer_types import MAMBA2_MODEL_TYPES
 from verl_pg_plugin.skeleton import auto_class, text_skeleton
 from verl_pg_plugin.tested import COMPILED_TYPES
 
@@ -62,9 +63,12 @@ def outcome_of(model_type: str) -> Outcome:
     if not supports_checkpointing(model_type):
         overrides.append("enable_gradient_checkpointing=False")
     module = text_skeleton(tiny_config(model_type))
+    why = "by tests/mixers" if model_type in HYBRIDS else ""
+    if model_type in MAMBA2_MODEL_TYPES:
+        why += ", CPUs alone"
     return Outcome(
         EXACT,
-        "by tests/mixers" if model_type in HYBRIDS else "",
+        why,
         head_in_chunks=not lm_head.head_obstacle(module),
         fused_kernels=not lm_head.fused_obstacle(module),
         value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
