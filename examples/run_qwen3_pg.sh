@@ -4,7 +4,7 @@
 #   bash examples/run_qwen3_pg.sh [--help] [verl override ...]
 #
 # Without any variable set: installs into .venv, makes a tiny Qwen3 checkpoint and an arithmetic data set, and
-# trains on the CPU: about ten minutes in all. The last line is `run summary: {json}`.
+# trains on the CPU: about twelve minutes in all. The last line is `run summary: {json}`.
 #
 # With MODEL_PATH, TRAIN_FILES and VAL_FILES set, the same training on GPUs; what the machine lacks for it is said
 # before anything starts:
