@@ -186,6 +186,19 @@ def stock_errors(checkpoint: Path, runner: str) -> torch.Tensor:
         return errors(llm, checkpoint)
 
 
+def errors_on_two_gpus(checkpoint: Path, shared: bool) -> torch.Tensor:
+    with engine(checkpoint, shared, "V2", tensor_parallel_size=2) as llm:
+        return errors(llm, checkpoint)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensor_parallel_ranks_match_stock_vllm(checkpoint: Path) -> None:
+    stock, ours = (in_own_process(errors_on_two_gpus, checkpoint, shared) for shared in (False, True))
+    assert not torch.equal(stock, ours)  # vLLM loaded the plugin in the process of each rank
+    assert ours.norm() <= 1.1 * stock.norm()
+    assert ours.abs().max() <= 1.5 * stock.abs().max()
+
+
 def shared_errors(checkpoint: Path, runner: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return errors after weights are loaded into a running engine, and after it slept."""
     from safetensors.torch import load_file
