@@ -1,6 +1,8 @@
 """V1 trainers get whole groups on each rank and in each mini-batch, balanced by estimated cost."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.own_models import WeightReadForCausalLM, register_own
 from tests.support import jagged
 from tests.trainer.conftest import Workers
 from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.rollout.replay_buffer import prompt_replay_buffer
 from verl_pg_plugin.skeleton import text_skeleton
 from verl_pg_plugin.trainer import groups, keep_groups
 from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config
@@ -173,6 +176,35 @@ def test_tokens_lost_to_broken_prefixes_are_counted_and_the_worst_break_is_logge
     long = [0] * 2**20, [1]  # what follows a million tokens is not read
     trainer._balance_batch(put_turns({"e_0_0": long, "e_0_1": long, "f_0_0": first, "f_0_1": broken}), metrics)
     assert metrics[LOST] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("queue")
+def test_a_finished_prompt_is_noticed_within_a_fifth_of_a_second() -> None:
+    buffer = prompt_replay_buffer(
+        trainer_mode="sync",
+        trainer_config={},
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs={},
+    )
+    delays = []
+    for uid in "abc":  # three times: the machine may be busy
+        put_turns({f"{uid}_0_0": ([1], [2])})
+        status = {"is_prompt": True, "global_steps": 1, "status": "running"}
+        transfer_queue.kv_batch_put([uid], "train", tags=[status])
+
+        def finish(uid: str = uid, status: dict[str, Any] = status) -> float:
+            time.sleep(0.55)
+            transfer_queue.kv_batch_put([uid], "train", tags=[{**status, "status": "finished"}])
+            return time.monotonic()
+
+        with ThreadPoolExecutor(1) as pool:
+            finished = pool.submit(finish)
+            buffer.sample(1, "train", 1)
+            noticed = time.monotonic()
+        delays.append(noticed - finished.result())
+    assert min(delays) < 0.2
 
 
 def test_the_assignment_does_not_depend_on_the_names_of_uids(trainer: Any) -> None:
