@@ -38,7 +38,7 @@ from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOption
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
 from verl_pg_plugin.planning import micro_batches
-from verl_pg_plugin.planning.activation_policy import CacheWeights
+from verl_pg_plugin.planning.activation_policy import ActivationPolicy, CacheWeights
 from verl_pg_plugin.skeleton import auto_class
 
 VOCAB = 97
@@ -187,12 +187,13 @@ def make_engine(
 
 
 def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
-    """Let an engine split groups that exceed a micro-batch and cache prefixes of any length."""
+    """Let an engine split groups that exceed a micro-batch, also if memory holds them, and cache any prefix."""
     plan = engine.plan
 
     def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
         cheap = patch.object(micro_batches, "MICRO_BATCH_COST", 4.0)
-        with cheap, patch.object(plan_module, "cache_weights", lambda *_: weights):
+        never_whole = patch.object(ActivationPolicy, "keeps_whole", lambda *_: False)
+        with cheap, never_whole, patch.object(plan_module, "cache_weights", lambda *_: weights):
             return plan(data, forward_only)
 
     engine.plan = plan_cheap_micro_batches
