@@ -256,8 +256,8 @@ def num_calls(run: Callable[[], object]) -> int:
 
 
 def clone(batch: TensorDict) -> TensorDict:
-    """Copy a batch, because engines write into theirs."""
-    return tu.index_select_tensor_dict(batch, list(range(len(batch))))
+    """Copy a batch without its tensors, because engines set fields of theirs."""
+    return batch.copy()
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ def learned(
     """Backpropagate the loss of a model's outputs ``rows``; metrics are those of the last micro-batch."""
     value, metrics = torch.zeros((), dtype=next(model.parameters()).dtype), {}
     for indices in cut or [range(len(batch))]:
-        data = tu.index_select_tensor_dict(batch, list(indices))
+        data = tu.index_select_tensor_dict(batch, list(indices)) if cut else clone(batch)
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
         outputs = {name: jagged(of_name[i] for i in indices) for name, of_name in rows.items()}
         of_part, metrics = (loss or default_loss(batch))(model_output=outputs, data=data)

@@ -30,8 +30,9 @@ if ! command -v nvidia-smi >/dev/null; then ulimit -v 16000000; fi # one model t
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
 .venv/bin/python -c "import transformers as t; assert t.__version__ == '$version', t.__file__"
 echo "tests on transformers $version" >&2
-# VeOmni supports other versions.
-.venv/bin/python -m pytest -m "not slow" -k "not veomni and not ranks_match" \
+# VeOmni supports other versions. How groups and responses are split, and long prompts, are the plugin's own matter.
+.venv/bin/python -m pytest -m "not slow" --durations=15 \
+  -k "not veomni and not ranks_match and not 4096 and not (test_images and (turns or forks or split))" \
   tests/test_compat.py tests/models/test_forward.py \
   tests/mixers/test_mixers.py::test_a_mixer_of_twenty_lines_is_exact \
   tests/mixers/test_gated_delta.py::test_hybrids_match_single_sequences \

@@ -63,7 +63,7 @@ def without(result: support.Result, names: set[str]) -> support.Result:
 
 @pytest.mark.parametrize("model_type", EXACT_TYPES)
 def test_accepted_types_are_exact(model_type: str, tmp_path: Path) -> None:
-    engine = engine_of(model_type, tmp_path, {"logits_chunk_size": 5})
+    engine = engine_of(model_type, tmp_path, {"logits_chunk_size": 24})
     assert (engine.log_prob_head is not None) == outcome_of(model_type).head_in_chunks
     assert_exact(engine, model_type, tmp_path)
 

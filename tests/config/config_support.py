@@ -21,6 +21,7 @@ from verl_pg_plugin.config import Mode
 
 # OmegaConf parses the text of an interpolation each time it reads it: a third of these tests' time.
 omegaconf.base.parse = functools.cache(omegaconf.base.parse)  # type: ignore[attr-defined]
+yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc] # OmegaConf's loader derives from it; Python's own is slow
 # use_prefix_grouper and use_remove_padding
 FLAGS = {
     Mode.PADDED: (False, False),

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -87,11 +88,16 @@ def _check_exact(
     rank: int, path: str, make: Callable, sequences: Any, float64: bool, expected: Result, options: dict[str, Any]
 ) -> None:
     with in_float64() if float64 else nullcontext(), uncompiled_graphs():
-        engine = make_engine(path, **options)
+        key = json.dumps([path, float64, options])
+        if key not in _engines:
+            _engines[key] = make_engine(path, **options)
+        engine = _engines[key]
         mine = sequences and sequences[engine.get_data_parallel_rank()]
         check_exact(engine, path, make(), sequences=mine, splits=options.get("splits", False), expected=expected)
 
 
+_engines: dict[str, Any] = {}
+"""Of ``_check_exact`` in this rank, by their settings."""
 _pools: dict[tuple[int, str, Path | None], list[ProcessPoolExecutor]] = {}
 atexit.register(lambda: [_kill(pool) for pool in _pools.values()])
 

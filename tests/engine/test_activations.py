@@ -34,7 +34,7 @@ from verl_pg_plugin.planning.activation_policy import ActivationPolicy
 from verl_pg_plugin.planning.memory import WeightBytes
 from verl_pg_plugin.upstream import UpstreamChangedError
 
-LAYERS = 4
+LAYERS = 3
 CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]

@@ -8,7 +8,17 @@ import torch
 from benchmarks.batches import Sample, make_batch
 
 from tests.architectures.tiny_configs import save_causal
-from tests.support import FUSED_HEAD, check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
+from tests.support import (
+    FUSED_HEAD,
+    check_exact,
+    critic_batch,
+    group,
+    infer,
+    make_engine,
+    run_reference,
+    save_tiny_model,
+    update,
+)
 from verl_pg_plugin.issue import BatchError
 
 PAD = 0
@@ -63,17 +73,23 @@ def engines(qwen3: str, packed: Any) -> dict[str, Any]:
     return {"packed": packed, "padded groups": make_engine(qwen3, padded=True)}
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_token_and_gradient_equals_the_sequence_alone(engines: dict, qwen3: str, case: str, mode: str) -> None:
-    check_exact(engines[mode], qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True, **MODES[mode]))
+def test_every_token_and_gradient_equals_the_sequence_alone(engines: dict, qwen3: str, case: str) -> None:
+    expected = None
+    for mode, fields in MODES.items():
+        batch = make_batch(CASES[case], calculate_sum_pi_squared=True, **fields)
+        expected = expected or run_reference(qwen3, batch)
+        check_exact(engines[mode], qwen3, batch, expected=expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_value_and_gradient_of_a_critic_equals_the_sequence_alone(value_model: str, mode: str) -> None:
+def test_every_value_and_gradient_of_a_critic_equals_the_sequence_alone(value_model: str) -> None:
     """Prompts of one token without a response are among the cases."""
-    engine = make_engine(value_model, critic=True, padded=mode == "padded groups")
-    check_exact(engine, value_model, critic_batch([s for case in CASES.values() for s in case], **MODES[mode]))
+    samples, expected = [sample for case in CASES.values() for sample in case], None
+    for mode, fields in MODES.items():
+        batch = critic_batch(samples, **fields)
+        expected = expected or run_reference(value_model, batch)
+        engine = make_engine(value_model, critic=True, padded=mode == "padded groups")
+        check_exact(engine, value_model, batch, expected=expected)
 
 
 ORIGINAL = "original_max_position_embeddings"  # which transformers reads of longrope alone
@@ -89,16 +105,17 @@ MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
-def test_windows_and_long_sequences_are_exact_or_refused(mode: str, model: str, tmp_path: Path) -> None:
+def test_windows_and_long_sequences_are_exact_or_refused(model: str, tmp_path: Path) -> None:
     model_type, sizes, samples = MODELS[model]
-    path = save_tiny_model(tmp_path, model_type, **({"max_position_embeddings": LONGEST} | sizes))
-    engine = make_engine(path, padded=mode == "padded groups")
-    check_exact(engine, path, make_batch(samples, **MODES[mode]))
-    if "rope_parameters" in sizes:  # with one more token, stock verl changes the frequencies of the whole micro-batch
-        with pytest.raises(BatchError, match=rf"{LONGEST + 1} tokens; above {LONGEST} a "):
-            infer(engine, make_batch([*samples, *group(LONGEST, [1], 4)], **MODES[mode]))
+    path, expected = save_tiny_model(tmp_path, model_type, **({"max_position_embeddings": LONGEST} | sizes)), None
+    for mode, fields in MODES.items():
+        engine, batch = make_engine(path, padded=mode == "padded groups"), make_batch(samples, **fields)
+        expected = expected or run_reference(path, batch)
+        check_exact(engine, path, batch, expected=expected)
+        if "rope_parameters" in sizes:  # one more token: stock verl changes the frequencies of the whole micro-batch
+            with pytest.raises(BatchError, match=rf"{LONGEST + 1} tokens; above {LONGEST} a "):
+                infer(engine, make_batch([*samples, *group(LONGEST, [1], 4)], **fields))
 
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -109,24 +126,28 @@ WAYS: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, way: str) -> None:
+def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str) -> None:
     """verl's FSDP engine ignores the load-balancing loss of the model's output; tests/architectures has every type."""
-    path = save_causal(tmp_path, model_type)
-    engine = make_engine(path, model=WAYS[way])
-    if way in IMPLEMENTATIONS:
-        assert engine.module.config._experts_implementation == way
-    assert bool(engine.log_prob_head and engine.log_prob_head.fused) == (way == "fused kernels")
-    check_exact(engine, path, make_batch(MIXED, max_token_len_per_gpu=45))
+    path, batch = save_causal(tmp_path, model_type), make_batch(MIXED, max_token_len_per_gpu=45)
+    expected = run_reference(path, batch)
+    for way, model in WAYS.items():
+        engine = make_engine(path, model=model)
+        if way in IMPLEMENTATIONS:
+            assert engine.module.config._experts_implementation == way
+        assert bool(engine.log_prob_head and engine.log_prob_head.fused) == (way == "fused kernels")
+        check_exact(engine, path, batch, expected=expected)
 
 
-@pytest.mark.parametrize(("mode", "size"), [(mode, size) for mode in MODES for size in (1, 5)])
-def test_fixed_micro_batch_sizes_keep_order_and_gradient_scale(engines, qwen3: str, mode: str, size: int) -> None:
+def test_fixed_micro_batch_sizes_keep_order_and_gradient_scale(engines: dict, qwen3: str) -> None:
     """With a temperature for each sample, and samples without a response token."""
-    batch = make_batch(CASES["responses_without_a_token"], **PADDED | {"micro_batch_size_per_gpu": size})
-    batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.5, 0.7, 0.7, 1.0])
-    check_exact(engines[mode], qwen3, batch)
+    expected = None
+    for size in (1, 5):
+        batch = make_batch(CASES["responses_without_a_token"], **PADDED | {"micro_batch_size_per_gpu": size})
+        batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.5, 0.7, 0.7, 1.0])
+        expected = expected or run_reference(qwen3, batch)
+        for engine in engines.values():
+            check_exact(engine, qwen3, batch, expected=expected)
 
 
 def test_padded_groups_are_exact_with_options(qwen3: str) -> None:

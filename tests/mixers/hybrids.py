@@ -22,7 +22,8 @@ KINDS: dict[str, dict[str, Any]] = {"qwen3_next": EXPERTS, "qwen3_5_text": {}, "
 
 SIZES = {
     **TINY,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "initializer_range": 0.1,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,

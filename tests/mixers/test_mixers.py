@@ -58,7 +58,7 @@ def test_cache_memory_matches_the_plan_and_outputs_are_exact(tmp_path: Path) -> 
     engine = support.make_engine(save_hybrid(tmp_path), splits=True)
     batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
     sizes = TokenBytes.of(engine.module.config, itemsize=4)
-    assert (sizes.caching_layers, sizes.state) == (1, 3 * 4 * (4 * 8 * 8 + 3 * 64))
+    assert (sizes.caching_layers, sizes.state) == (1, 2 * 4 * (4 * 8 * 8 + 3 * 64))
     cached = len(ONE_GROUP[0].prompt) - 1  # sequences fork one token early
     with support.splitting(engine):
         metrics = support.infer(engine, batch)["metrics"], support.update(engine, batch).metrics

@@ -82,7 +82,7 @@ def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
         return errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
     forget_graphs()
     with uncompiled_graphs():
-        engine = make_engine(checkpoint.model, **COMPILED_FSDP1)
+        engine = engines.of(Case((COMPILED,)))
         assert_compiled_once(update(engine, make_batch(samples, max_token_len_per_gpu=64)) for samples in RAGGED)
         errors = errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
         check_reference_policy(rank, checkpoint.model)
