@@ -31,6 +31,7 @@ from tests.options.test_router_replay import (
 )
 from tests.precision import GPU_SIZES, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import (
+    Result,
     actor_loss,
     group,
     infer,
@@ -69,9 +70,11 @@ class Run:
     ulysses: int = 1
     experts: str = "fused_triton"
     replay: str = "disabled"
+    compiles: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model_type}, Ulysses {self.ulysses}, {self.experts}, replay {self.replay}"
+        compiled = ", compiled" if self.compiles else ""
+        return f"{self.model_type}, Ulysses {self.ulysses}, {self.experts}, replay {self.replay}{compiled}"
 
     @property
     def replays(self) -> bool:
@@ -79,9 +82,10 @@ class Run:
 
 
 DENSE = [Run(kind, ulysses) for kind in VEOMNI_TYPES if kind != "qwen3_moe" for ulysses in (1, 2)]
+COMPILED = [Run("qwen3", compiles=True), Run("qwen3_moe", compiles=True)]
 ROUTED = [Run("qwen3_moe", ulysses, replay=mode) for ulysses in (1, 2) for mode in ("disabled", "R3", "R2")]
 QUACK = [replace(run, experts="fused_quack") for run in ROUTED] if find_spec("quack") else []
-SHARDS = [DENSE, ROUTED, *([QUACK] if QUACK else [])]
+SHARDS = [DENSE, ROUTED, COMPILED, *([QUACK] if QUACK else [])]
 RUNS = [run for shard in SHARDS for run in shard]
 
 
@@ -99,20 +103,26 @@ def batch_of(run: Run, budget: int, seed: int) -> TensorDict:
     return batch
 
 
-def error_of(engine: Any, run: Run, path: str, batch: TensorDict) -> dict[str, float]:
+def references_of(run: Run, path: str) -> list[Result | None]:
+    """Return the results of single sequences for each seed; with R2 they depend on the engine."""
+    batches = [] if run.replay == "R2" else [batch_of(run, CUTS["whole groups"], seed) for seed in SEEDS]
+    of_batch = reference if run.replays else run_reference
+    return [of_batch(path, batch, LOSS) for batch in batches] or [None] * len(SEEDS)
+
+
+def error_of(engine: Any, run: Run, path: str, batch: TensorDict, expected: Result | None) -> dict[str, float]:
     """Return the errors of a batch on this rank; with R2 the reference takes the experts that the engine recorded."""
     parts = torch.arange(len(batch)).tensor_split(engine.get_data_parallel_size())
     mine = parts[engine.get_data_parallel_rank()].tolist()
     own = tu.index_select_tensor_dict(batch, mine)
-    if run.replay != "R2":
-        of_all = (reference if run.replays else run_reference)(path, batch, LOSS)
-        return errors(run_engine(engine, own, LOSS), of_all.of_rank(mine))
+    if expected:
+        return errors(run_engine(engine, own, LOSS), expected.of_rank(mine))
     old = infer(engine, own)["model_output"]
     own["routed_experts"] = old.pop("routed_experts")
     batch["routed_experts"] = routes_of_all_ranks(own["routed_experts"], run.ulysses)
-    got = update(engine, own, LOSS)
     outputs = {name: response_values(values, own) for name, values in old.items()}
-    return errors(replace(got, outputs=outputs), reference(path, batch, LOSS).of_rank(mine))
+    got = replace(update(engine, own, LOSS), outputs=outputs)
+    return errors(got, reference(path, batch, LOSS).of_rank(mine))
 
 
 def errors_of_run(run: Run, path: str, kernels: Mapping[str, str]) -> Errors:
@@ -121,17 +131,20 @@ def errors_of_run(run: Run, path: str, kernels: Mapping[str, str]) -> Errors:
 
     clear_parallel_state()
     settings = {**kernels, "ulysses_parallel_size": run.ulysses, "moe_implementation": run.experts}
-    settings["router_replay"] = EngineRouterReplayConfig(mode=run.replay)
-    measured: Errors = {cut: [] for cut in CUTS}
+    settings |= {"router_replay": EngineRouterReplayConfig(mode=run.replay), "compile_layers": run.compiles}
+    references, measured = references_of(run, path), {cut: [] for cut in CUTS}
     for packed in (True, False):
         engine = make_engine(
             path, strategy="veomni", packed=packed, splits=packed, engine=settings, veomni_dtype="bfloat16"
         )
         assert isinstance(engine, SharedPrefixEngine) == packed
         for cut, budget in CUTS.items():
-            batches = [batch_of(run, budget, seed) for seed in SEEDS]
             with splitting(engine) if packed and cut == "split groups" else nullcontext():
-                measured[cut].append(pooled([error_of(engine, run, path, batch) for batch in batches]))
+                of_seeds = [
+                    error_of(engine, run, path, batch_of(run, budget, seed), expected)
+                    for seed, expected in zip(SEEDS, references, strict=True)
+                ]
+            measured[cut].append(pooled(of_seeds))
     return measured
 
 
