@@ -318,7 +318,8 @@ def update(engine: Any, batch: TensorDict, loss: Callable | None = None, **setti
     with engine.train_mode():
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data, loss or default_loss(batch))
-        scale = engine.scaler.get_scale() if engine.scaler else 1.0  # of the loss, under fp16
+        scaler = getattr(engine, "scaler", None)  # stock verl's VeOmni engine has no such attribute
+        scale = scaler.get_scale() if scaler else 1.0  # of the loss, under fp16
         gradients = {name: gradient / scale for name, gradient in full_gradients(engine.module).items()}
     outputs = {name: response_values(values, batch) for name, values in output["model_output"].items()}
     return Result(outputs, gradients, sum(output["loss"]), output["metrics"])
