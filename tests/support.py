@@ -129,6 +129,7 @@ def make_engine(
     strategy: str = "fsdp2",
     engine: dict | None = None,
     model: dict | None = None,
+    veomni_dtype: str = "float32",
 ) -> Any:
     """Build and initialize verl's engine for this machine.
 
@@ -138,6 +139,7 @@ def make_engine(
         splits: Split groups that exceed a micro-batch, however short their prefix.
         engine: Fields of the engine config and of its section ``prefix_grouper``.
         model: Fields of the model config.
+        veomni_dtype: The dtype of computation on VeOmni, whose config has none: verl's own is "bfloat16".
     """
     join_group_of_one()
     model_type = "value_model" if critic else "language_model"
@@ -172,7 +174,7 @@ def make_engine(
         optimizer_config=optimizer_cls(lr=1e-2, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
-    if on_veomni:  # its config has no dtype, and its default is bf16
+    if on_veomni and veomni_dtype == "float32":
         from verl.workers.engine.veomni import transformer_impl
 
         built._autocast_dtype = torch.float32
@@ -317,7 +319,8 @@ def update(engine: Any, batch: TensorDict, loss: Callable | None = None, **setti
     with engine.train_mode():
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data, loss or default_loss(batch))
-        scale = engine.scaler.get_scale() if engine.scaler else 1.0  # of the loss, under fp16
+        scaler = getattr(engine, "scaler", None)  # stock verl's VeOmni engine has no such attribute
+        scale = scaler.get_scale() if scaler else 1.0  # of the loss, under fp16
         gradients = {name: gradient / scale for name, gradient in full_gradients(engine.module).items()}
     outputs = {name: response_values(values, batch) for name, values in output["model_output"].items()}
     return Result(outputs, gradients, sum(output["loss"]), output["metrics"])

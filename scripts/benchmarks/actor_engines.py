@@ -15,13 +15,14 @@ from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
-from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, VeOmniOptimizerConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from benchmarks.common import free_memory
 from benchmarks.shapes import SHAPES, config_of, remember
-from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
+from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions, PrefixGrouperVeOmniEngineConfig
+from verl_pg_plugin.config.keys import VEOMNI
 from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.skeleton import auto_class
 
@@ -30,8 +31,9 @@ from verl_pg_plugin.skeleton import auto_class
 class EnginePath:
     """One of verl's four modes; ours take options of the section ``prefix_grouper``: ``packed:activations=inputs``.
 
-    ``packed/fsdp`` uses that strategy instead of fsdp2. ``@12288`` at the end is the path's token budget.
-    ``rmpad:offload,fused,compiled`` is stock verl with activation offload, fused kernels or compiled layers.
+    ``packed/fsdp`` or ``packed/veomni`` uses that strategy instead of fsdp2; VeOmni needs two processes and computes
+    in bf16. ``@12288`` at the end is the path's token budget. ``rmpad:offload,fused,compiled`` is stock verl with
+    activation offload, fused kernels or compiled layers.
     """
 
     mode: str
@@ -49,10 +51,10 @@ class EnginePath:
         mode, _, strategy = name.partition("/")
         path = cls(mode, options, int(budget) if budget else None, strategy or "fsdp2")
         unknown = path.stock and options and not set(options.split(",")) <= set(cls.FLAGS)
-        if mode not in cls.MODES or path.strategy not in ("fsdp", "fsdp2") or unknown:
+        if mode not in cls.MODES or path.strategy not in ("fsdp", "fsdp2", VEOMNI) or unknown:
             raise argparse.ArgumentTypeError(
-                f"{text}: choose {', '.join(cls.MODES)}, optionally with /fsdp; ours take :KEY=VALUE,..., stock "
-                f"verl's :{',:'.join(cls.FLAGS)}"
+                f"{text}: choose {', '.join(cls.MODES)}, optionally with /fsdp or /{VEOMNI}; ours take :KEY=VALUE,..., "
+                f"stock verl's :{',:'.join(cls.FLAGS)}"
             )
         return path
 
@@ -68,6 +70,10 @@ class EnginePath:
     @property
     def unpadded(self) -> bool:
         return self.mode in ("rmpad", "packed")
+
+    @property
+    def on_veomni(self) -> bool:
+        return self.strategy == VEOMNI
 
     def has(self, flag: str) -> bool:
         return self.stock and flag in self.options.split(",")
@@ -133,11 +139,42 @@ class _CompiledStock(FSDPEngineWithLMHead):
         return module
 
 
+def _fsdp_config(args: argparse.Namespace, path: EnginePath) -> PrefixGrouperEngineConfig:
+    return PrefixGrouperEngineConfig(
+        strategy=path.strategy,
+        ulysses_sequence_parallel_size=args.ulysses,
+        use_prefix_grouper=not path.stock,
+        prefix_grouper=path.sharing,
+        model_dtype=args.dtype,
+        mixed_precision={"param_dtype": args.dtype, "reduce_dtype": args.dtype, "buffer_dtype": "fp32"},
+        use_torch_compile=get_device_name() == "cuda",
+        use_dynamic_bsz=path.unpadded,
+        use_no_sync_for_gradient_accumulation=False,  # as verl's trainers have it
+    )
+
+
+def _veomni_config(args: argparse.Namespace, path: EnginePath) -> PrefixGrouperVeOmniEngineConfig:
+    """Return verl's defaults for VeOmni, with the kernel for experts that needs Triton alone."""
+    on_gpu = get_device_name() == "cuda"
+    return PrefixGrouperVeOmniEngineConfig(
+        ulysses_parallel_size=args.ulysses,
+        use_prefix_grouper=not path.stock,
+        prefix_grouper=path.sharing,
+        mixed_precision=True,
+        attn_implementation=args.attn_implementation,
+        moe_implementation="fused_triton" if on_gpu else "eager",
+        use_torch_compile=on_gpu,
+    )
+
+
 def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) -> Any:
     """Build verl's engine for stock paths, else ours, which stores its ``last_plan``, with the same options."""
-    on_gpu = get_device_name() == "cuda"
     stock = _CompiledStock if path.has("compiled") else FSDPEngineWithLMHead
-    engine_cls = stock if path.stock else EngineRegistry.get_engine_cls("language_model", path.strategy)
+    registered = EngineRegistry.get_engine_cls("language_model", path.strategy)
+    engine_cls = stock if path.stock and not path.on_veomni else registered
+    optimizer_cls, optimizer = FSDPOptimizerConfig, args.optimizer
+    if path.on_veomni:
+        optimizer_cls, optimizer = VeOmniOptimizerConfig, args.optimizer.lower()
     engine = engine_cls(
         model_config=HFModelConfig(
             path=model_path,
@@ -150,18 +187,8 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
             override_config={"attn_implementation": args.attn_implementation},
             lora_rank=args.lora_rank,
         ),
-        engine_config=PrefixGrouperEngineConfig(
-            strategy=path.strategy,
-            ulysses_sequence_parallel_size=args.ulysses,
-            use_prefix_grouper=not path.stock,
-            prefix_grouper=path.sharing,
-            model_dtype=args.dtype,
-            mixed_precision={"param_dtype": args.dtype, "reduce_dtype": args.dtype, "buffer_dtype": "fp32"},
-            use_torch_compile=on_gpu,
-            use_dynamic_bsz=path.unpadded,
-            use_no_sync_for_gradient_accumulation=False,  # as verl's trainers have it
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-6, optimizer=args.optimizer, total_training_steps=100),
+        engine_config=(_veomni_config if path.on_veomni else _fsdp_config)(args, path),
+        optimizer_config=optimizer_cls(lr=1e-6, optimizer=optimizer, total_training_steps=100),
         checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()

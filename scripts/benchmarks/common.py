@@ -87,7 +87,7 @@ def with_ratios(rows: Sequence[Any], column: str) -> list[Any]:
 
     by_mode, result = {key(row, getattr(row, column)): row for row in rows}, []
     for row in rows:
-        strategy = "/fsdp" if "/fsdp" in getattr(row, column) else ""
+        strategy = next((name for name in ("/fsdp", "/veomni") if name in getattr(row, column)), "")
         if base := by_mode.get(key(row, f"rmpad{strategy}")):
             speedup = base.seconds_median / row.seconds_median if row.seconds_median else row.speedup
             memory_ratio = row.peak_gib / base.peak_gib if base.peak_gib else row.memory_ratio

@@ -3,7 +3,7 @@
 The reference is transformers' model on single sequences, with patched routers that take the same experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -24,15 +24,25 @@ from tests.architectures.tiny_configs import save_causal
 from tests.engine.ranks import on_ranks
 from tests.options.table import SAMPLES
 from tests.options.test_veomni import INSTALLED, pytestmark  # noqa: F401
-from tests.support import Result, assert_same, check_exact, infer, make_engine, old_outputs, run_reference, update
+from tests.support import (
+    Result,
+    assert_same,
+    check_exact,
+    infer,
+    jagged,
+    make_engine,
+    old_outputs,
+    run_reference,
+    update,
+)
 from verl_pg_plugin.issue import BatchError
 
 LAYERS, EXPERTS, PER_TOKEN = 2, 8, 2
 CUTS = {"whole groups": 90, "split groups": 38}
 
 
-def routes_of_rollouts(batch: TensorDict) -> torch.Tensor:
-    """Random experts, the same for equal prompts; some tokens have other experts or none (zeros)."""
+def routes_of_rollouts(batch: TensorDict, gaps: bool = True) -> torch.Tensor:
+    """Random experts, the same for equal prompts; some tokens have other experts or, with ``gaps``, none (zeros)."""
 
     def draw(seed: int, num_tokens: int) -> torch.Tensor:
         scores = torch.rand(num_tokens, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed))
@@ -43,7 +53,8 @@ def routes_of_rollouts(batch: TensorDict) -> torch.Tensor:
         routes.append(torch.cat([draw(int(prompt.sum()), len(prompt)), draw(1000 + i, len(ids) - len(prompt))]))
         routes[i][-1] = 0
     routes[1][3, 1] = (routes[1][3, 1] + 1) % EXPERTS
-    routes[2][4] = 0
+    if gaps:
+        routes[2][4] = 0
     return torch.nested.as_nested_tensor(routes, layout=torch.jagged)
 
 
@@ -64,9 +75,16 @@ def routed(routes: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def reference(path: str, batch: TensorDict) -> Result:
+def reference(path: str, batch: TensorDict, loss: Callable | None = None) -> Result:
     with routed(batch["routed_experts"]):
-        return run_reference(path, batch)
+        return run_reference(path, batch, loss)
+
+
+def routes_of_all_ranks(recorded: torch.Tensor, ulysses: int) -> torch.Tensor:
+    """Return the experts that all data-parallel ranks recorded, each for its own sequences in their order."""
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, [row.to("cpu", copy=True) for row in recorded.unbind()])
+    return jagged(row for of_rank in of_ranks[::ulysses] for row in of_rank)
 
 
 def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
@@ -99,10 +117,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         for output, values in as_ever["model_output"].items():
             assert torch.equal(recording["model_output"][output].values(), values.values())
         own["routed_experts"] = recorded
-        of_ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, [row.clone() for row in recorded.unbind()])
-        rows = [row for of_rank in of_ranks[::ulysses] for row in of_rank]
-        batch["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        batch["routed_experts"] = routes_of_all_ranks(recorded, ulysses)
         expected = reference(path, batch).of_rank(mine)
         got = update(engine, own, return_model_output=True)
         outputs = old_outputs(engine, own)
