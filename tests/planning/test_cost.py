@@ -53,8 +53,8 @@ def test_recurrent_layers_cost_weights_and_state_but_no_pairs() -> None:
     keys, values = 2 * 8, 4 * 4
     attention = 32 * 2 * 32 + 2 * 32 * 16 + 32 * 32  # queries and their gate, keys and values, output
     recurrent = 32 * (2 * keys + 2 * values + 2 * 4) + 4 * (2 * keys + values) + values * 32
-    weights = attention + 3 * recurrent + 4 * 3 * 32 * 48
-    assert flops.per_token == 2 * weights + 3 * 6 * 4 * 8 * 4
+    weights = attention + 2 * recurrent + 3 * 3 * 32 * 48
+    assert flops.per_token == 2 * weights + 2 * 6 * 4 * 8 * 4
 
 
 def test_only_visited_experts_cost_flops_and_unknown_numbers_are_refused() -> None:
