@@ -93,8 +93,8 @@ def steps_by_phase(height: float, cases: dict[str, dict[str, str]], label: str, 
 
 def steps() -> plt.Figure:
     """Draw the seconds of a whole step by phase on one GPU."""
-    label = f"seconds of a step, prompt 4096, response 1024, n 4\n{ABOUT}, one H200, fsdp2"
-    return steps_by_phase(3, {"": {"case": "4096,1024,4,8"}}, label)
+    label = f"seconds of a step, 4 prompts of 8192, response 1024, n 8\n{ABOUT}, one H200, fsdp2"
+    return steps_by_phase(3, {"": {"model": "qwen3-4b", "case": "8192,1024,8,4", "num_gpus": "1"}}, label)
 
 
 def demo() -> plt.Figure:
