@@ -23,10 +23,13 @@ NEEDS_FORWARD = [
     (f"{CORRECTION}.rollout_rs=token_k1", "rejection sampling reads them"),
     (f"{ACTOR}.calculate_sum_pi_squared=True", "advantages read them"),
     (f"{ACTOR}.shuffle=True", "the update has another order of sequences"),
+    ("algorithm.use_pf_ppo=True", "the update gets other samples of the batch"),
     ("distillation.enabled=True", "a distillation loss may need no log-probs"),
+    ("data.train_batch_size=0", "a batch may have several mini-batches"),
     (f"{ACTOR}.ppo_mini_batch_size=2", "a batch of 4 prompts has several mini-batches"),
     (f"{ACTOR}.ppo_epochs=2", "later epochs read them"),
     (f"{ACTOR}.policy_loss.loss_mode=mine", "this loss is not verl's"),
+    (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "its penalty has no gradient where the ratio is 1"),
     ("trainer.v1.trainer_mode=separate_async", "its weights may differ from those of the update"),
     ("trainer.v1.trainer_mode=mine", "its weights may differ from those of the update"),
 ]

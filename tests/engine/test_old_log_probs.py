@@ -77,5 +77,12 @@ def test_what_an_update_cannot_provide_names_the_override(packed: Any) -> None:
     with pytest.raises(BatchError, match=fix.format("the last update had other sequences")):
         infer(packed, without_old_log_probs(make_batch(MIXED[::-1])))
     marked["advantages"] = marked["old_log_probs"]
-    with pytest.raises(BatchError, match=fix.format("advantages are NaN")):
+    with pytest.raises(BatchError, match=fix.format("all advantages are NaN")):
         update(packed, marked)
+
+
+def test_one_nan_reward_gives_nan_gradients_as_in_stock_verl(packed: Any) -> None:
+    """verl skips such a step."""
+    marked = without_old_log_probs(make_batch(MIXED))
+    marked["advantages"] = jagged([marked["old_log_probs"][0], *marked["advantages"].unbind()[1:]])
+    assert all(gradient.isnan().any() for gradient in update(packed, marked).gradients.values())

@@ -72,7 +72,9 @@ def test_steps_without_an_update_and_other_trainers_run_the_forward(one_step: Di
     custom = Stock(one_step)
     custom.global_steps = 2
     assert not postponed(custom, batch_of(4))
-    warm_up, other = (message.partition(" for old log-probs: ")[2] for message in caplog.messages)
+    assert compute_or_postpone(lambda *_: "computed", trainer, list(range(4))) == "computed"
+    warm_up, other, kind = (message.partition(" for old log-probs: ")[2] for message in caplog.messages)
+    assert kind == "list is neither a KVBatchMeta nor a DataProto"
     assert warm_up == "trainer.critic_warmup=2: no update follows"
     assert other == "tests.trainer.test_v0.Stock is not verl's trainer and may read them"
 

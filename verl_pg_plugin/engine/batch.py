@@ -37,9 +37,6 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
     if (size := tu.get_non_tensor_data(data, "force_group_size", default=1)) != 1:
         why = "shared prefixes change the order of sequences in a micro-batch"
         raise BatchError(f"force_group_size={size} keeps neighbours together, and {why}. Fix: {SHARING_OFF}")
-    field = data.get("advantages", None) if tu.get_non_tensor_data(data, FROM_UPDATE, default=False) else None
-    if field is not None and (field.values() if field.is_nested else field).isnan().any():
-        raise old_log_prob_error("advantages are NaN, as if computed from old log-probs before the update")
     if not fused_head:
         return
     sums_squares = tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)
@@ -51,6 +48,12 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
     for what, is_required in missing.items():
         if is_required:
             raise BatchError(f"use_fused_kernels=True does not provide {what}. Fix: {FUSED_OFF}")
+
+
+def lacks_advantages(data: TensorDict) -> bool:
+    """Return True if all advantages are NaN, as if computed from old log-probs that the update provides."""
+    field = data.get("advantages", None) if tu.get_non_tensor_data(data, FROM_UPDATE, default=False) else None
+    return field is not None and bool((field.values() if field.is_nested else field).isnan().all())
 
 
 def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:

@@ -142,7 +142,7 @@ def _prefill(batch: MiniBatch, planned: PlannedMicroBatch) -> None:
     access = batch.cache.access(layout, publishes=True, prefill=True)
     inputs = batch.inputs(layout, sequences, cache=access)
     training = batch.module.training
-    batch.module.eval()  # compiled layers then reuse their graphs of old_log_prob; dropout is refused
+    batch.module.eval()  # compiled layers then reuse their graphs of forwards alone; dropout is refused
     try:
         with torch.no_grad(), batch.autocast():
             batch.compute(inputs, fields)

@@ -10,7 +10,14 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from tensordict import TensorDict
 
-from verl_pg_plugin.engine.batch import check_batch, limits_of, normalize_batch, read_sequences
+from verl_pg_plugin.engine.batch import (
+    check_batch,
+    lacks_advantages,
+    limits_of,
+    normalize_batch,
+    old_log_prob_error,
+    read_sequences,
+)
 from verl_pg_plugin.engine.ranks import gather_or_raise
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Kind, Modality
@@ -61,6 +68,7 @@ class _RankSummary(NamedTuple):
     shown: frozenset[Kind]
     loss_mask_tokens: float
     loss_tokens: int
+    lacks_advantages: bool
 
 
 def plan_mini_batch(
@@ -107,14 +115,16 @@ def plan_mini_batch(
             return [_lay_out(group, sequences, packed, forward_only) for group in groups]
 
         draft = cut(at_least=1)
-        counts = data["loss_mask"].sum().item(), int(loss_tokens.sum())
-        ranks.append(_summary(draft, flops, sequences, counts))
+        of_data = data["loss_mask"].sum().item(), int(loss_tokens.sum()), lacks_advantages(data)
+        ranks.append(_summary(draft, flops, sequences, of_data))
+    if all(rank.lacks_advantages for rank in ranks):
+        raise old_log_prob_error("all advantages are NaN, as if computed from old log-probs before the update")
     numbers = [sum(map(len, rank.flags)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with gather_or_raise() as ranks:  # a rank with fewer cuts its mini-batch again
             if sum(map(len, draft)) < wanted:
                 draft = cut(wanted)
-            ranks.append(_summary(draft, flops, sequences, counts))
+            ranks.append(_summary(draft, flops, sequences, of_data))
 
     summaries = ranks[::sp_size]
     planned = _running_order(draft, summaries, dp_rank, sequences, policy, forward_only)
@@ -161,7 +171,9 @@ def _lay_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forwar
     return running if forward_only else running[::-1]
 
 
-def _summary(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, counts: tuple[float, int]) -> _RankSummary:
+def _summary(
+    draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, of_data: tuple[float, int, bool]
+) -> _RankSummary:
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]
@@ -171,4 +183,4 @@ def _summary(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, cou
         costs.append(flop / len(group))
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
     shown = frozenset(image.kind for images in sequences.images for image in images)
-    return _RankSummary(costs, flags, shown, *counts)
+    return _RankSummary(costs, flags, shown, *of_data)

@@ -136,7 +136,7 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
     total, computed, padding = (f"actor/prefix_grouper/{kind}_tokens" for kind in ("total", "computed", "padding"))
     if computed not in metrics:
         return  # nothing was shared
-    if not hasattr(trainer, "_pg_flops") and not hasattr(trainer, "_pg_tokens"):
+    if not any(hasattr(trainer, name) for name in ("_pg_flops", "_pg_tokens", "_pg_warned")):
         logger.warning(
             "%s updates its actor with a batch that never went through _balance_batch: groups may be cut, which loses "
             "sharing, not exactness. Fix: set trainer.balance_batch=True, or call self._balance_batch(batch, metrics) "

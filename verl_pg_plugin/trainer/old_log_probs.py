@@ -27,8 +27,7 @@ logger.setLevel(logging.INFO)  # verl's default level is WARNING
 
 def compute_or_postpone(compute: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run verl's ``_compute_old_log_prob``, or store NaN if the update will provide old log-probs."""
-    is_known = isinstance(batch, KVBatchMeta | DataProto)
-    if not is_known or _extra_info(batch).get(FROM_UPDATE) or _needs_forward(trainer, batch):
+    if _needs_forward(trainer, batch) or _extra_info(batch).get(FROM_UPDATE):
         return compute(trainer, batch, *args, **kwargs)
     trainer._pg_postponed = True
     if isinstance(batch, DataProto):  # V0
@@ -78,7 +77,9 @@ def _needs_forward(trainer: Any, batch: Any) -> bool:
     config, trainer_cls = trainer.config, type(trainer)
     expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     reason = ""
-    if not trainer_cls.__module__.startswith("verl.trainer.ppo."):
+    if not isinstance(batch, KVBatchMeta | DataProto):
+        reason = f"{type(batch).__qualname__} is neither a KVBatchMeta nor a DataProto"
+    elif not trainer_cls.__module__.startswith("verl.trainer.ppo."):
         reason = f"{trainer_cls.__module__}.{trainer_cls.__qualname__} is not verl's trainer and may read them"
     elif config.trainer.critic_warmup > trainer.global_steps:
         reason = f"trainer.critic_warmup={config.trainer.critic_warmup}: no update follows"
