@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from tests.support import TINY
 
@@ -53,6 +54,33 @@ class OwnTableForCausalLM(OwnForCausalLM):
     def __init__(self, config: OwnConfig) -> None:
         self.attention = {"eager": nn.Identity, "sdpa": nn.Identity}[config._attn_implementation]
         super().__init__(config)
+
+
+class TableInForwardAttention(Qwen3Attention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        {"eager": nn.Identity, "sdpa": nn.Identity}[self.config._attn_implementation]()
+        return super().forward(*args, **kwargs)
+
+
+class NoKeywordsAttention(Qwen3Attention):
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, position_ids: Any,
+        past_key_values: Any, use_cache: bool | None = None,
+    ) -> Any:  # fmt: skip
+        return super().forward(hidden_states, position_embeddings, attention_mask)
+
+
+class TableInForwardForCausalLM(OwnForCausalLM):
+    attention: type[Qwen3Attention] = TableInForwardAttention
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = self.attention(config, index)
+
+
+class NoKeywordsInAttentionForCausalLM(TableInForwardForCausalLM):
+    attention = NoKeywordsAttention
 
 
 class NoKeywordsForCausalLM(OwnForCausalLM):

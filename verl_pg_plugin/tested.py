@@ -4,6 +4,7 @@
 whether it mixes tokens elsewhere.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES, TEXT_PARTS
@@ -45,14 +46,15 @@ PACKAGES = ("fla.", "liger_kernel.", "peft.", "torch.", "transformers.", "veomni
 def untested_part(module: Any) -> str:
     """Return why no test covers a built model, or '' if one does.
 
-    A model is untested if it has a class or forward of another package, an untested type, or a config boolean that
-    differs from the type's default.
+    A model is untested if it has a class, forward or hook of another package, an untested type, or a config boolean
+    that differs from the type's default.
     """
     for name, part in module.named_modules():
-        for defined in (type(part), type(part).forward):
-            if not f"{defined.__module__}.".startswith(PACKAGES):
+        calls = (part.forward, *part._forward_pre_hooks.values(), *part._forward_hooks.values())
+        for source in (type(part).__module__, *(source for call in calls for source in _sources(call))):
+            if not f"{source}.".startswith(PACKAGES):
                 where = f"{name} of {type(module).__name__}" if name else "the model"
-                return f"{where} is a {type(part).__name__}, whose code in {defined.__module__} no test runs"
+                return f"{where} is a {type(part).__name__}, whose code in {source} no test runs"
     if module.config.model_type not in EXACT_TYPES:
         return f"no test runs models of type {module.config.model_type}"
     text = module.config.get_text_config()
@@ -72,3 +74,14 @@ def untested_part(module: Any) -> str:
     if shared := getattr(text, "num_kv_shared_layers", 0):
         switched.append(f"num_kv_shared_layers={shared}")
     return f"no test runs {module.config.model_type} with {', '.join(switched)}" if switched else ""
+
+
+def _sources(call: Any) -> Iterator[str]:
+    """Yield the modules that define a callable and what it wraps; ``functools.wraps`` copies only the name."""
+    while call is not None:
+        call = getattr(call, "func", call)  # a partial
+        call = getattr(call, "__func__", call)  # a method
+        code = call if hasattr(call, "__globals__") else type(call).__call__
+        yield getattr(call, "__module__", None) or type(call).__module__
+        yield getattr(code, "__globals__", {}).get("__name__", type(call).__module__)
+        call = getattr(call, "__wrapped__", None)

@@ -1,5 +1,6 @@
 """``tested.py`` names what the tests of models run, and nothing else."""
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,6 +67,15 @@ def test_untested_parts_are_named() -> None:
     with patch.object(Qwen3MLP, "forward", lambda self, x: x):
         part = "model.layers.0.mlp of Qwen3ForCausalLM is a Qwen3MLP, whose code in tests.architectures.test_tested"
         assert why("qwen3").startswith(part)
+    stock = Qwen3MLP.forward
+    with patch.object(Qwen3MLP, "forward", wraps(stock)(lambda self, x: stock(self, x))):
+        assert why("qwen3").startswith(part)
+    hooked, on_instance = (text_skeleton(tiny_config("qwen3")) for _ in range(2))
+    assert untested_part(hooked) == ""
+    hooked.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: args)
+    on_instance.model.layers[0].mlp.forward = lambda x: x
+    assert untested_part(hooked).startswith(part)
+    assert untested_part(on_instance).startswith(part)
 
 
 def test_text_models_of_untested_types_are_named() -> None:

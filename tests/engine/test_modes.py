@@ -15,12 +15,14 @@ from tests.engine.test_exactness import MIXED, PADDED
 from tests.models.test_forward import save_qwen3
 from tests.own_models import (
     NoKeywordsForCausalLM,
+    NoKeywordsInAttentionForCausalLM,
     NoKeywordsInDecoderForCausalLM,
     OwnTableForCausalLM,
+    TableInForwardForCausalLM,
     UnnamedExpertsForCausalLM,
     save_own,
 )
-from tests.support import check_exact, clone, critic_batch, default_loss, make_engine, save_tiny_model
+from tests.support import check_exact, clone, critic_batch, default_loss, group, infer, make_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.engine.prepare import check_no_dropout, prepare_model
 from verl_pg_plugin.modalities import TEXT
@@ -64,12 +66,14 @@ def test_a_model_whose_config_has_no_number_of_layers_is_refused() -> None:
         (OwnTableForCausalLM, "own_of_tests: its class looks attention up in its own table. Fix: let it call "),
         (NoKeywordsForCausalLM, "NoKeywordsForCausalLM: NoKeywordsForCausalLM.forward takes no **kwargs"),
         (NoKeywordsInDecoderForCausalLM, "NoKeywordsInDecoderForCausalLM: OwnDecoder.forward takes no **kwargs"),
+        (TableInForwardForCausalLM, "TableInForwardForCausalLM: its class looks attention up in its own table. Fix: "),
+        (NoKeywordsInAttentionForCausalLM, "NoKeywordsInAttentionForCausalLM: its class does not hand **kwargs to its"),
     ],
 )
 def test_a_class_that_cannot_receive_the_layout_is_refused(model_class, said, tmp_path: Path) -> None:
     path = save_own(tmp_path, model_class, attn_implementation="eager")
     with pytest.raises(ValueError, match=rf"prefixes cannot be shared in {re.escape(said)}.*use_prefix_grouper=False"):
-        make_engine(path)
+        infer(make_engine(path), make_batch(group(9, [4, 5], 1)))
 
 
 def test_a_class_whose_flops_cannot_be_counted_trains_with_one_warning(tmp_path: Path, caplog) -> None:

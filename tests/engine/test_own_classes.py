@@ -2,7 +2,9 @@
 
 import logging
 import queue
+import re
 import shutil
+import time
 from logging.handlers import QueueHandler
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tests.engine.modeling_own import MIXINGS
 from tests.engine.ranks import on_ranks
 from tests.engine.test_verify import SAMPLES, inferred, updated, verified
 from tests.support import TINY, check_exact, group, infer, make_engine, old_outputs, run_reference, update
+from verl_pg_plugin.engine import micro_batch
 from verl_pg_plugin.engine.ranks import RankError
 from verl_pg_plugin.engine.verify import MismatchError
 
@@ -58,14 +61,16 @@ def test_verify_off_runs_a_wrong_class(tmp_path: Path) -> None:
     assert max((got - want).abs().max() for got, want in zip(outputs, alone, strict=True)) > 0.1
 
 
-def test_an_exact_class_is_verified_in_one_mini_batch_of_each_kind(tmp_path: Path, caplog) -> None:
+def test_an_exact_class_is_verified_in_one_mini_batch_of_each_kind(tmp_path: Path, caplog, monkeypatch) -> None:
     path = save_own(tmp_path, "nothing")
     engine = make_engine(path, model=TRUSTED)
+    alone = micro_batch._compute_alone
+    monkeypatch.setattr(micro_batch, "_compute_alone", lambda *args: time.sleep(0.1) or alone(*args))
     assert [verified(step(engine, CUT)) for step in (inferred, inferred, updated, updated)] == [4, 0, 4, 0]
     check_exact(engine, path, CUT, **TRUSTED)
     assert "the model is a OwnForCausalLM, whose code in transformers_modules" in caplog.text.replace("FSDP", "")
     for kind in ("forward-only", "update"):
-        assert f"{kind} mini-batch verified in " in caplog.text
+        assert float(re.search(rf"{kind} mini-batch verified in (\S+) s", caplog.text)[1]) >= 0.4, "of four forwards"
 
 
 def end_on_two_ranks(rank: int, path: str) -> tuple[str, str, int]:

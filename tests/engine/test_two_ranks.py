@@ -175,6 +175,29 @@ def test_runs_resume_with_the_mode_toggled(qwen3: str, strategy: str, tmp_path: 
     on_ranks(2, resume_on_a_cpu, qwen3, strategy, str(tmp_path))
 
 
+def error_with_parameters_in_another_order(rank: int, path: str) -> str:
+    def in_order(model: Any) -> Any:
+        for layer in model.model.layers if rank else ():
+            layer._modules["mlp"] = layer._modules.pop("mlp")  # now the last of its parts
+        return model
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with (
+        patch.object(
+            transformers.AutoModelForCausalLM, "from_pretrained", lambda *args, **kw: in_order(load(*args, **kw))
+        ),
+        pytest.raises(ValueError) as caught,
+    ):
+        make_engine(path)
+    return str(caught.value)
+
+
+def test_ranks_with_parameters_in_different_orders_are_refused(qwen3: str) -> None:
+    first, second = on_ranks(2, error_with_parameters_in_another_order, qwen3)
+    assert first == second
+    assert "ranks have other parameters or another order of them" in first
+
+
 def check_with_buffers_in_another_order(rank: int, path: str, strategy: str) -> list[str]:
     """Return the names of the model's buffers; rank 1 iterates over sets as another hash seed would."""
 

@@ -89,6 +89,12 @@ def test_classes_of_users_are_priced_or_cost_their_tokens() -> None:
         assert flops.alone(np.array([3, 4])).tolist() == [3, 4]
 
 
+def test_a_negative_window_counts_tokens() -> None:
+    negative = config("mistral", sliding_window=-1)
+    flops = ModelFlops.or_tokens(lambda: text_skeleton(negative))
+    assert flops.unknown == "cannot be counted (ValueError: windows [-1])"
+
+
 def test_window_layers_pay_for_visible_keys() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     flops = ModelFlops.of(text_skeleton(config("gemma2", layer_types=kinds, sliding_window=2)))

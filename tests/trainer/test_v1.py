@@ -75,8 +75,9 @@ def test_a_missing_method_is_a_warning_and_a_missing_class_is_none(monkeypatch, 
     [
         (["a_x_0_0", "a_x_1_0"], ["b_x_0_0", "b_x_1_1"], True),
         (["a_0_0", "a_1_0"], ["one_sample_x", "sample1"], False),  # keys of another form are groups of one
+        ([f"a_{10**20}_0", f"a_{10**20 + 1}_0"], ["b_0_0", f"b_{10**20}_0"], True),  # beyond int64
     ],
-    ids=["uid and suffixes", "other keys"],
+    ids=["uid and suffixes", "other keys", "long numbers"],
 )
 def test_sequences_of_one_uid_are_on_one_rank(trainer: Any, first: list, second: list, equal_cost: bool) -> None:
     keys = [key for pair in zip(first, second, strict=True) for key in pair]

@@ -47,9 +47,7 @@ def separate_forward_reasons(config: DictConfig) -> list[str]:
     if getattr(core_algos.POLICY_LOSS_REGISTRY.get(loss_mode), "__module__", "") != core_algos.__name__:
         reasons.append(f"{ACTOR}.policy_loss.loss_mode={loss_mode}: this loss is not verl's")
     elif loss_mode == "kl_cov":
-        reasons.append(
-            f"{ACTOR}.policy_loss.loss_mode=kl_cov: its penalty has no gradient where the ratio is 1"
-        )
+        reasons.append(f"{ACTOR}.policy_loss.loss_mode=kl_cov: its penalty has no gradient where the ratio is 1")
     trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if OmegaConf.select(config, "trainer.use_v1") and trainer not in _TRAINERS:
         reasons.append(f"trainer.v1.trainer_mode={trainer}: its weights may differ from those of the update")

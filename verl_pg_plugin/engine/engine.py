@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.architectures import rope_length_limit
+from verl_pg_plugin.architectures import keyword_issues, rope_length_limit
 from verl_pg_plugin.compat import requirements
 from verl_pg_plugin.config.keys import FROM_UPDATE
 from verl_pg_plugin.engine.activations import PinnedCopier, checkpoint_layer, host_bytes, memory_budget_of_rank
@@ -36,6 +36,7 @@ from verl_pg_plugin.engine.micro_batch import MiniBatch, reshard, run_micro_batc
 from verl_pg_plugin.engine.plan import Plan, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
     check_no_dropout,
+    check_parameter_order,
     load_value_model,
     order_buffers,
     own_attention_refused,
@@ -114,6 +115,7 @@ class SharedPrefixEngine(FSDPEngine):
         recomputed = self.model_config.enable_gradient_checkpointing
         self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, recomputed=recomputed)
         self._layers = decoder_layers(module)
+        refuse(module, [issue for layer in {*map(type, self._layers)} for issue in keyword_issues(layer)])
         model = self.shared_model
         if self.rank == 0 and model.flops.unknown:
             logger.warning("FLOPs of %s %s: tokens order micro-batches", model.name, model.flops.unknown)
@@ -144,6 +146,7 @@ class SharedPrefixEngine(FSDPEngine):
     def _finish_unsharded(self, module: nn.Module) -> None:
         """Check a model, with its adapters, before it is sharded, and count the bytes of its weights."""
         check_no_dropout(module)
+        check_parameter_order(module)
         for layer in self._layers if self.compiles else ():
             fix_sizes(layer)
         self._weight_bytes = WeightBytes.of(
@@ -158,7 +161,11 @@ class SharedPrefixEngine(FSDPEngine):
     def _token_bytes(self) -> TokenBytes | None:
         config = self.model_config.hf_config.get_text_config()
         lm_head = self.model_config.model_type == "language_model"
-        return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles, lm_head)
+        try:
+            return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles, lm_head)
+        except Exception as error:  # a config class may hold anything, and an estimate must end no run
+            logger.warning("activations of %s cannot be counted: %r", self.shared_model.name, error)
+            return None
 
     @cached_property
     def verifier(self) -> Verifier:

@@ -22,7 +22,7 @@ from verl_pg_plugin.engine.heads import ForwardOutputs
 from verl_pg_plugin.engine.inputs import ModelInputs, SequenceSelector, make_context, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
-from verl_pg_plugin.engine.prepare import SharedModel
+from verl_pg_plugin.engine.prepare import SharedModel, own_attention_refused
 from verl_pg_plugin.engine.verify import Noise, Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.layout import Layout, Sequences
 from verl_pg_plugin.modalities import Modality
@@ -68,7 +68,8 @@ class MiniBatch:
 
     def compute(self, inputs: ModelInputs, fields: TensorDict) -> dict[str, torch.Tensor]:
         """Run the model; return named outputs, jagged (B, length) as verl's losses read them."""
-        names, outputs_NC = self.forward_outputs(self.module, inputs, fields, self.loss_function)
+        with own_attention_refused(self.shared_model.name):
+            names, outputs_NC = self.forward_outputs(self.module, inputs, fields, self.loss_function)
         self.shared_model.check_every_layer_mixed(inputs.context)
         values_CL, offsets = inputs.on_sequences(outputs_NC), fields["input_ids"].offsets()
         return {name: torch.nested.nested_tensor_from_jagged(values_CL[i], offsets) for i, name in enumerate(names)}
@@ -88,9 +89,10 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
     samples = batch.verifier.choose(planned, sequences, batch.kind)
     if samples:
         alone = cache(partial(_compute_alone, batch, [planned.sequences[sample] for sample in samples]))
-        alone(None)
-        if batch.verifier.options.verify_tolerance is None:
-            alone(rounding_noise)
+        with batch.verifier.timed():
+            alone(None)
+            if batch.verifier.options.verify_tolerance is None:
+                alone(rounding_noise)
     access = batch.cache.access(planned.layout, publishes=forward_only, consumed=consumed)
     checkpoint = None if planned.level is Level.ALL else LayerCheckpoints(planned.level, batch.copier).run
     inputs = batch.inputs(planned.layout, sequences, cache=access, checkpoint=checkpoint)

@@ -1,5 +1,6 @@
 """Select the kernel, check a transformers model, and prepare it for shared prefixes."""
 
+import hashlib
 import logging
 import platform
 from collections import Counter
@@ -22,7 +23,7 @@ from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.rules import check_engine
 from verl_pg_plugin.engine.compiled_layers import compile_layers
-from verl_pg_plugin.engine.ranks import gather_or_raise
+from verl_pg_plugin.engine.ranks import gather, gather_or_raise
 from verl_pg_plugin.issue import SHARING_OFF, Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
@@ -119,16 +120,19 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed
 
 
 @contextmanager
-def own_attention_refused(model_type: str) -> Iterator[None]:
-    """Raise ValueError if the class that is built in this block looks attention up in its own table."""
+def own_attention_refused(model: str) -> Iterator[None]:
+    """Raise ValueError if a class that is built or runs in this block has its own attention table or signature."""
     try:
         yield
-    except KeyError as error:
-        if error.args != (ATTENTION_NAME,):
+    except (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        if ATTENTION_NAME in str(error):
+            why, fix = "looks attention up in its own table", "let it call transformers' ALL_ATTENTION_FUNCTIONS"
+        elif "unexpected keyword argument 'prefix_grouper'" in str(error):
+            why, fix = "does not hand **kwargs to its attention", "accept **kwargs in its layers and attention"
+        else:
             raise
         raise ValueError(
-            f"prefixes cannot be shared in {model_type}: its class looks attention up in its own table. Fix: let it "
-            f"call transformers' ALL_ATTENTION_FUNCTIONS, or {SHARING_OFF}"
+            f"prefixes cannot be shared in {model}: its class {why}. Fix: {fix}, or {SHARING_OFF}"
         ) from error
 
 
@@ -147,6 +151,16 @@ def check_no_dropout(module: nn.Module) -> None:
                 f"use_prefix_grouper=True: {name} drops out with p={layer.p}, and samples that share a token would "
                 f"share its mask. Fix: set lora_dropout of the adapter (or the model's dropout) to 0, or {SHARING_OFF}"
             )
+
+
+def check_parameter_order(module: nn.Module) -> None:
+    """Raise ValueError on all ranks if their parameters differ in name or order: FSDP exchanges them by position."""
+    names = "\n".join(name for name, _ in module.named_parameters())
+    if len(set(gather(hashlib.sha256(names.encode()).hexdigest()))) > 1:
+        raise ValueError(
+            f"{type(module).__name__}: ranks have other parameters or another order of them, and FSDP exchanges them "
+            "by position. Fix: register its modules in one order, for example from a list instead of a set"
+        )
 
 
 def order_buffers(module: nn.Module) -> None:

@@ -14,7 +14,8 @@ again: each token may differ by the largest change in several forwards with four
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import NamedTuple, TypeAlias
@@ -242,6 +243,13 @@ class Verifier:
         self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
         self._seconds += time.perf_counter() - start
         return max_error
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the seconds of the block as time of verification."""
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
 
     def end_mini_batch(self, kind: str, num_samples: int, max_error: float) -> None:
         """Log how many samples of a mini-batch were verified, and their largest error."""

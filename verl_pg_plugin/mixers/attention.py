@@ -54,8 +54,10 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
 
     Head sizes are empty for a custom config that names them otherwise: the kernel then checks them in the forward.
     """
-    has_sizes = getattr(config, "num_attention_heads", None) and getattr(config, "hidden_size", None)
-    widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)} if has_sizes else set()
+    try:
+        widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)}
+    except (AttributeError, TypeError):
+        widths = set()
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     return AttentionNeeds(frozenset(widths), softcap, SLIDING in layer_types(config))
 

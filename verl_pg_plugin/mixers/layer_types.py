@@ -19,6 +19,8 @@ def layer_types(config: PretrainedConfig) -> list[str]:
     Without ``layer_types``, ``sliding_window`` applies to all (Mistral, Phi3).
     """
     num_layers = getattr(config, "num_hidden_layers", 0)
+    if not isinstance(num_layers, int):  # LXMERT has three encoders
+        return []
     if types := getattr(config, "layer_types", None):
         types = list(types)[:num_layers]
         if config.model_type in MAMBA2_MODEL_TYPES:

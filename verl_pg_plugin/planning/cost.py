@@ -85,7 +85,11 @@ class ModelFlops:
     def or_tokens(cls, build: Callable[[], nn.Module]) -> "ModelFlops":
         """Count the model that ``build`` returns, or count tokens and set ``unknown``, which callers log."""
         try:
-            return cls.of(build())
+            flops = cls.of(build())
+            one, none = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+            if (flops.attention(none, one) < 0).any():
+                raise ValueError(f"windows {[pair.window for pair in flops.pairs]}")
+            return flops
         except Exception as error:  # a model class may raise anything, and an estimate must end no run
             cause = f"cannot be counted ({type(error).__name__}: {' '.join(str(error).split())})"
             return cls(per_token=1.0, per_label=0.0, pairs=(), unknown=cause)

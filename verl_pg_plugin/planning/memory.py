@@ -122,7 +122,7 @@ class WeightBytes:
         """
         config = model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1
-        vocabulary = config.vocab_size * (getattr(config, "hidden_size", None) or 0)
+        vocabulary = _numbers(model.get_input_embeddings())
         weights, trained = _numbers(model), _numbers(model, trained=True)
         layer = (weights - vocabulary) / layers
         lm_head = model.get_output_embeddings()

@@ -57,7 +57,8 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
             logger.warning("FLOPs of the actor %s: groups are balanced by tokens", why)
     if is_v1:
         uids, *numbers = zip(*map(_split_key, batch.keys), strict=True)
-        sessions, places = map(np.array, numbers)
+        # Ranks, since a number in a key may exceed int64.
+        sessions, places = (np.unique(np.array(column, dtype=object), return_inverse=True)[1] for column in numbers)
         prompts, responses = (np.array([tag[name] for tag in batch.tags]) for name in ("prompt_len", "response_len"))
     else:  # V0 has one sequence in each session
         uids = batch.non_tensor_batch["uid"].tolist()
