@@ -53,7 +53,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator([text(0, 500)], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    bpe.train_from_iterator(
+        [text(0, 500), "\nassistant" * 99], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    )
     bpe.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     bpe.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=SPECIAL[0])
@@ -128,6 +130,20 @@ def add_tools(messages: Messages) -> Messages:
     return [{"role": "system", "content": f"{SYSTEM}\n{tools}\nEnd of tools."}, *messages[1:]]
 
 
+def forget_thinking(messages: Messages) -> Messages:
+    """Return what a client sends that drops the thinking of replies: the template writes an empty thought."""
+    ends = [m["content"].partition("</think>") for m in messages]
+    return [
+        {**m, "content": "<think>\n\n" + end + rest if end else was}
+        for m, (was, end, rest) in zip(messages, ends, strict=True)
+    ]
+
+
+def budget(messages: Messages) -> Messages:
+    task = f"{TASK}\nLeft: {9 - len(messages)} calls"
+    return [messages[0], {"role": "user", "content": task}, *messages[2:]]
+
+
 def shorten(messages: Messages) -> Messages:
     return [m if m["content"] != QUERIES[0] or len(messages) < 5 else {**m, "content": "(old)"} for m in messages]
 
@@ -135,8 +151,35 @@ def shorten(messages: Messages) -> Messages:
 @pytest.mark.parametrize(
     ("template", "replies", "queries", "edit", "cause"),
     [
-        (QWEN3, [thought(30), thought(31)], QUERIES, list, "thinking removed by the chat template"),
-        (QWEN3_5, [thought(30, False), thought(31, False)], QUERIES, list, "thinking removed by the chat template"),
+        (QWEN3, [thought(30), thought(31)], QUERIES, list, "thinking removed, by the chat template or the client"),
+        (
+            QWEN3_5,
+            [thought(30, False), thought(31, False)],
+            QUERIES,
+            list,
+            "thinking removed, by the chat template or the client",
+        ),
+        (
+            QWEN3,
+            [thought(30), thought(31)],
+            RESULTS,
+            forget_thinking,
+            "thinking removed, by the chat template or the client",
+        ),
+        (
+            QWEN3_5,
+            [thought(30, False)] * 2,
+            RESULTS,
+            forget_thinking,
+            "thinking removed, by the chat template or the client",
+        ),
+        (
+            QWEN3,
+            [REPLIES[0], thought(30), "yes"],
+            QUERIES,
+            drop_oldest,
+            "older tokens left out, by truncation or the template",
+        ),
         (LLAMA3, REPLIES, QUERIES, drop_oldest, "older tokens left out, by truncation or the template"),
         (LLAMA3, REPLIES, QUERIES, summarize, "another context, of a sub-agent or a summary"),
         (QWEN3_5, [REPLIES[0]] * 3, QUERIES, add_tools, "the system prompt, tools or first message changed"),
@@ -151,6 +194,16 @@ def test_the_likely_cause_is_named(tokenizer, template, replies, queries, edit, 
     assert (old[: broken.position] == new[: broken.position]).all()
     assert old[broken.position] != new[broken.position]
     assert f": {cause}" in show(tokenizer, turns)
+
+
+@pytest.mark.parametrize("template", [QWEN3, LLAMA3])
+def test_a_change_at_the_end_of_the_first_message_is_named_in_a_dump_without_special_tokens(
+    tokenizer, template
+) -> None:
+    turns = play(tokenizer, template, REPLIES, QUERIES, budget)
+    parts = [(tokens[:prompt], tokens[prompt:]) for tokens, prompt in turns]
+    texts = [tuple(tokenizer.decode(part, skip_special_tokens=True) for part in pair) for pair in parts]
+    assert ": the system prompt, tools or first message changed" in show(tokenizer, tokenize(texts, tokenizer))
 
 
 def test_a_reply_that_was_tokenized_again_is_shown_with_its_tokens(tokenizer) -> None:
