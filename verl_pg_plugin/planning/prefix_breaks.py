@@ -92,7 +92,7 @@ def _likely_cause(item: Break, turns: Sequence[Turn], decode: Callable[[IntArray
     (old, _), (new, prompt), at = turns[item.base], turns[item.turn], item.position
     stops = item.runs[0] if item.runs else (len(old), prompt)
     removed, added = decode(old[at : stops[0]]), decode(new[at : stops[1]])
-    kept = re.sub(r"(?s)(^((?!<think>).)*?|<think>.*?)</think>\s*", "", removed)  # a break in a thought hides its start
+    kept = re.sub(r"(?s)(^((?!<think>).)*?</think>|<think>.*?(</think>|$))\s*", "", removed)  # thoughts may be cut
     if removed == added or (removed and not item.runs and added.startswith(removed)):
         return "the same text in other tokens, a reply was tokenized again"
     stripped = kept != removed and "</think>" not in added and added.strip().startswith(kept.strip())
