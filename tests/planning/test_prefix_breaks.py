@@ -43,6 +43,8 @@ def text(seed: int, length: int) -> str:
     return " ".join(np.random.default_rng(seed).choice(WORDS.split(), length))
 
 
+THINKING = "thinking removed, by the chat template or the client"
+LEFT_OUT = "older tokens left out, by truncation or the template"
 SYSTEM, TASK = text(1, 30), text(2, 20)
 Messages = list[dict[str, str]]
 
@@ -53,7 +55,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator([text(0, 500)], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    bpe.train_from_iterator([text(0, 500), "\nassistant" * 99], trainer)  # as in real vocabularies, a header is short
     bpe.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     bpe.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=SPECIAL[0])
@@ -128,6 +131,21 @@ def add_tools(messages: Messages) -> Messages:
     return [{"role": "system", "content": f"{SYSTEM}\n{tools}\nEnd of tools."}, *messages[1:]]
 
 
+def forget_thinking(messages: Messages) -> Messages:
+    """Return what a template renders for a client that drops thinking: an empty thought, or none if it had no end."""
+
+    def forget(content: str) -> str:
+        _, end, answer = content.rpartition("</think>")
+        return f"<think>\n\n{end}{answer}" if end else answer.removeprefix("<think>\n")
+
+    return [{**m, "content": forget(m["content"])} for m in messages]
+
+
+def budget(messages: Messages) -> Messages:
+    task = f"{TASK}\nLeft: {9 - len(messages)} calls"
+    return [messages[0], {"role": "user", "content": task}, *messages[2:]]
+
+
 def shorten(messages: Messages) -> Messages:
     return [m if m["content"] != QUERIES[0] or len(messages) < 5 else {**m, "content": "(old)"} for m in messages]
 
@@ -135,9 +153,13 @@ def shorten(messages: Messages) -> Messages:
 @pytest.mark.parametrize(
     ("template", "replies", "queries", "edit", "cause"),
     [
-        (QWEN3, [thought(30), thought(31)], QUERIES, list, "thinking removed by the chat template"),
-        (QWEN3_5, [thought(30, False), thought(31, False)], QUERIES, list, "thinking removed by the chat template"),
-        (LLAMA3, REPLIES, QUERIES, drop_oldest, "older tokens left out, by truncation or the template"),
+        (QWEN3, [thought(30), thought(31)], QUERIES, list, THINKING),
+        (QWEN3_5, [thought(30, False), thought(31, False)], QUERIES, list, THINKING),
+        (QWEN3, [thought(30), thought(31)], RESULTS, forget_thinking, THINKING),
+        (QWEN3_5, [thought(30, False)] * 2, RESULTS, forget_thinking, THINKING),
+        (QWEN3_5, REPLIES, QUERIES, forget_thinking, THINKING),
+        (QWEN3, [REPLIES[0], thought(30), "yes"], QUERIES, drop_oldest, LEFT_OUT),
+        (LLAMA3, REPLIES, QUERIES, drop_oldest, LEFT_OUT),
         (LLAMA3, REPLIES, QUERIES, summarize, "another context, of a sub-agent or a summary"),
         (QWEN3_5, [REPLIES[0]] * 3, QUERIES, add_tools, "the system prompt, tools or first message changed"),
         (LLAMA3, REPLIES, QUERIES, shorten, "a message of the session changed, or was rendered in another way"),
@@ -151,6 +173,14 @@ def test_the_likely_cause_is_named(tokenizer, template, replies, queries, edit, 
     assert (old[: broken.position] == new[: broken.position]).all()
     assert old[broken.position] != new[broken.position]
     assert f": {cause}" in show(tokenizer, turns)
+
+
+@pytest.mark.parametrize("template", [QWEN3, LLAMA3])
+def test_a_changed_end_of_the_first_message_is_named_without_special_tokens(tokenizer, template) -> None:
+    turns = play(tokenizer, template, REPLIES, QUERIES, budget)
+    parts = [(tokens[:prompt], tokens[prompt:]) for tokens, prompt in turns]
+    texts = [tuple(tokenizer.decode(part, skip_special_tokens=True) for part in pair) for pair in parts]
+    assert ": the system prompt, tools or first message changed" in show(tokenizer, tokenize(texts, tokenizer))
 
 
 def test_a_reply_that_was_tokenized_again_is_shown_with_its_tokens(tokenizer) -> None:

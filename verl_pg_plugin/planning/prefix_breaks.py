@@ -1,5 +1,6 @@
 """Find turns of a session that do not begin with an earlier turn, the tokens that this costs, and the likely cause."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -91,15 +92,18 @@ def _likely_cause(item: Break, turns: Sequence[Turn], decode: Callable[[IntArray
     (old, _), (new, prompt), at = turns[item.base], turns[item.turn], item.position
     stops = item.runs[0] if item.runs else (len(old), prompt)
     removed, added = decode(old[at : stops[0]]), decode(new[at : stops[1]])
-    _, end_of_thought, answer = removed.rpartition("</think>")
+    kept = re.sub(r"(?s)(^((?!<think>).)*?</think>|<think>.*?(</think>|$))\s*", "", removed)  # thoughts may be cut
     if removed == added or (removed and not item.runs and added.startswith(removed)):
         return "the same text in other tokens, a reply was tokenized again"
-    if end_of_thought and end_of_thought not in added and added.strip().startswith(answer.strip()):
-        return "thinking removed by the chat template"
+    stripped = kept != removed and "</think>" not in added and added.strip().startswith(kept.strip())
+    is_empty = decode(new[at:prompt]).removeprefix("<think>").lstrip().startswith("</think>")
+    if stripped or (is_empty and "</think>" in decode(old[at:])):
+        return "thinking removed, by the chat template or the client"
     if not added:
         return "older tokens left out, by truncation or the template"
-    first_message = turns[0].tokens[: turns[0].prompt][-2 * MIN_RUN : -MIN_RUN]  # its end, before the reply's header
-    if first_message.tobytes() in old[:at].tobytes():
+    first = turns[0].tokens[: turns[0].prompt]
+    header = _num_common(first[::-1], new[:prompt][::-1])  # every prompt ends with the header of a reply
+    if first[: len(first) - header][-MIN_RUN:].tobytes() in old[:at].tobytes():
         return "a message of the session changed, or was rendered in another way"
     if 2 * item.num_lost < len(old) - at:
         return "another context, of a sub-agent or a summary"
