@@ -80,7 +80,9 @@ def test_broken_installs_are_errors(machine, monkeypatch, error) -> None:
     """The second error: flash-attn 2's early copy of flash-attn 4 with a newer cutlass."""
     machine((9, 0), *FLASH)
     monkeypatch.setattr(passes, "flash_attn_4", Mock(side_effect=error))
-    with pytest.raises(RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall"):
+    with pytest.raises(
+        RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\). Fix: reinstall"
+    ):
         kernels.select_kernel("auto", "cuda")
 
 
@@ -179,7 +181,7 @@ def test_early_flash_attn_3_builds_and_softcap_on_torch_varlen_are_refused(monke
         kernels.load_passes("flash_attn_3")
     forward, _ = passes.torch_varlen()
     q = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"no softcap; .*\+\+prefix_grouper\.attention_kernel=flash_attn_2"):
+    with pytest.raises(NotImplementedError, match=r"no softcap. Fix: .* and set \+\+prefix_grouper\.att"):
         forward(q, q, q, problem([2], [2], softcap=30.0))
 
 

@@ -126,7 +126,7 @@ class PackedAttention(ForwardContext):
         if self.group is not None:
             ranks, num_kv_heads = dist.get_world_size(self.group), key.shape[1]
             if why := heads_obstacle(query.shape[1], num_kv_heads, ranks):
-                raise ValueError(f"{why}; set ulysses_sequence_parallel_size to a divisor of both")
+                raise ValueError(f"{why}. Fix: set ulysses_sequence_parallel_size to a divisor of both")
             if (repeats := ranks // num_kv_heads) > 1:  # every rank needs a key/value head
                 key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
             if options.sinks is not None:

@@ -47,7 +47,7 @@ def packed_attention(
     if prefix_grouper is None:
         raise RuntimeError(
             f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
-            f"pass keyword arguments down to its attention; {SHARING_OFF}"
+            f"pass keyword arguments down to its attention. Fix: {SHARING_OFF}"
         )
     unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in WITHOUT_EFFECT]
     if attention_mask is not None:
@@ -58,8 +58,8 @@ def packed_attention(
         unsupported.append("bidirectional attention")
     if unsupported:
         raise RuntimeError(
-            f"{_where(module)} needs {', '.join(sorted(unsupported))}, which packed attention does not compute; "
-            f"{SHARING_OFF}"
+            f"{_where(module)} needs {', '.join(sorted(unsupported))}, which packed attention does not compute. "
+            f"Fix: {SHARING_OFF}"
         )
     options = AttentionOptions(
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -190,6 +190,6 @@ def load_passes(name: str) -> Passes:
         return getattr(passes, name)()
     except (ImportError, AttributeError) as error:  # the latter: a folder with files of two package versions
         raise RuntimeError(
-            f"attention kernel {name} is installed but cannot be imported ({error}); reinstall it "
+            f"attention kernel {name} is installed but cannot be imported ({error}). Fix: reinstall it "
             f"({KERNELS[name].install}) or set {ATTENTION_KERNEL} to another of {', '.join(KERNELS)}"
         ) from error

@@ -135,7 +135,8 @@ def torch_varlen() -> Passes:
     def arguments(p: Varlen) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if p.softcap:
             raise NotImplementedError(
-                "torch_varlen has no softcap; install flash-attn and set ++prefix_grouper.attention_kernel=flash_attn_2"
+                "torch_varlen has no softcap. Fix: install flash-attn and set "
+                "++prefix_grouper.attention_kernel=flash_attn_2"
             )
         left, right = p.window_size
         window = {"scale": p.softmax_scale, "window_size_left": left, "window_size_right": right}
@@ -146,8 +147,9 @@ def torch_varlen() -> Passes:
         if max(q.numel(), k.numel()) >= 2**31:
             # torch 2.11 returns garbage without an error for a million tokens of 32 heads x 128.
             raise RuntimeError(
-                f"torch_varlen cannot address {max(q.numel(), k.numel())} elements; lower ppo_max_token_len_per_gpu, "
-                "or install flash-attn and set ++prefix_grouper.attention_kernel=flash_attn_2"
+                f"torch_varlen cannot address {max(q.numel(), k.numel())} elements. Fix: lower "
+                "ppo_max_token_len_per_gpu, or install flash-attn and set "
+                "++prefix_grouper.attention_kernel=flash_attn_2"
             )
         given, window = arguments(p)
         return run_forward(q, k, v, *given, return_debug_mask=False, **window)[:2]

@@ -75,7 +75,7 @@ def mix(mixer: Any, context: ForwardContext | None, x_1LD: Tensor, dt_1LH: Tenso
     ``x_1LD`` has the values, b and c of each token.
     """
     if context is None or context.layout is None:
-        raise RuntimeError(f"a packed Mamba2 layer got no layout; {SHARING_OFF}")
+        raise RuntimeError(f"a packed Mamba2 layer got no layout. Fix: {SHARING_OFF}")
     num_tokens, wide = context.layout.num_tokens, torch.promote_types(x_1LD.dtype, torch.float32)
     windows = context.index(Windows.from_layout, mixer.conv_kernel_size, x_1LD.device)
     plain = partial(plain_convolution, weight=mixer.conv1d.weight.squeeze(1), bias=mixer.conv1d.bias)

@@ -81,14 +81,14 @@ def cut_micro_batches(
     """
     if at_least > len(order.sequences):
         raise ValueError(
-            f"{len(order.sequences)} sequences cannot fill {at_least} micro-batches, and all ranks must run as many; "
-            f"spread sequences evenly over ranks, or {MORE_TOKENS}"
+            f"{len(order.sequences)} sequences cannot fill {at_least} micro-batches, and all ranks must run as many. "
+            f"Fix: spread sequences evenly over ranks, or {MORE_TOKENS}"
         )
     if limits.max_tokens is not None and (order.num_tokens > limits.max_tokens).any():
         longest = int(order.num_tokens.argmax())
         raise ValueError(
             f"sequence {int(order.sequences[longest])} alone needs {int(order.num_tokens[longest])} tokens of "
-            f"computation, more than the {limits.max_tokens} a micro-batch may hold; {MORE_TOKENS}"
+            f"computation, more than the {limits.max_tokens} a micro-batch may hold. Fix: {MORE_TOKENS}"
         )
     planner = _Planner(order, limits, weights, policy, 0.0 if forward_only else PREFILL_COST)
     planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
