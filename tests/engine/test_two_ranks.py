@@ -1,6 +1,8 @@
 """Two processes: no rank blocks on one that failed, and either mode resumes from checkpoints of either mode."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -218,3 +220,25 @@ def test_ranks_with_buffers_in_different_orders_are_exact(tmp_path: Path, strate
     first, second = on_ranks(2, check_with_buffers_in_another_order, path, strategy)
     assert first != second
     assert sorted(first) == sorted(second)
+
+
+CHECK_ON_A_RANK = """
+import sys
+import torch.distributed as dist
+from tests.engine.test_two_ranks import MIXED, check_exact, make_batch, make_engine
+
+dist.init_process_group("gloo")
+sequences = range(dist.get_rank(), len(MIXED), 2)
+check_exact(make_engine(sys.argv[1], strategy="fsdp"), sys.argv[1], make_batch(MIXED), sequences=sequences)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_unlike_hash_seeds_are_exact(tmp_path: Path) -> None:
+    """With seeds 0 and 1 stock verl's ranks train Gemma 3 with each other's frequencies."""
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "VERL_PLATFORM": "cpu"}
+    command = [sys.executable, "-c", CHECK_ON_A_RANK, save_causal(tmp_path, "gemma3_text")]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **group, "RANK": rank, "PYTHONHASHSEED": rank}) for rank in "01"
+    ]
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
