@@ -92,7 +92,7 @@ def test_classes_of_users_are_priced_or_cost_their_tokens() -> None:
 def test_a_negative_window_counts_tokens() -> None:
     negative = config("mistral", sliding_window=-1)
     flops = ModelFlops.or_tokens(lambda: text_skeleton(negative))
-    assert flops.unknown == "cannot be counted (ValueError: windows [-1])"
+    assert flops.unknown == "cannot be counted (ValueError: attention windows are [-1])"
 
 
 def test_window_layers_pay_for_visible_keys() -> None:

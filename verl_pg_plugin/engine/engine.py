@@ -164,7 +164,8 @@ class SharedPrefixEngine(FSDPEngine):
         try:
             return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles, lm_head)
         except Exception as error:  # a config class may hold anything, and an estimate must end no run
-            logger.warning("activations of %s cannot be counted: %r", self.shared_model.name, error)
+            if self.rank == 0:
+                logger.warning("activations of %s cannot be counted: %r", self.shared_model.name, error)
             return None
 
     @cached_property

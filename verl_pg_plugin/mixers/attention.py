@@ -56,7 +56,7 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     """
     try:
         widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)}
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ZeroDivisionError):
         widths = set()
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     return AttentionNeeds(frozenset(widths), softcap, SLIDING in layer_types(config))

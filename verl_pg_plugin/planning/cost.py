@@ -88,7 +88,7 @@ class ModelFlops:
             flops = cls.of(build())
             one, none = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
             if (flops.attention(none, one) < 0).any():
-                raise ValueError(f"windows {[pair.window for pair in flops.pairs]}")
+                raise ValueError(f"attention windows are {[pair.window for pair in flops.pairs]}")
             return flops
         except Exception as error:  # a model class may raise anything, and an estimate must end no run
             cause = f"cannot be counted ({type(error).__name__}: {' '.join(str(error).split())})"

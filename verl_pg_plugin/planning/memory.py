@@ -122,7 +122,8 @@ class WeightBytes:
         """
         config = model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1
-        vocabulary = _numbers(model.get_input_embeddings())
+        hidden = getattr(config, "hidden_size", None) or 0
+        vocabulary = config.vocab_size * int(np.mean(hidden))  # a list where layers differ
         weights, trained = _numbers(model), _numbers(model, trained=True)
         layer = (weights - vocabulary) / layers
         lm_head = model.get_output_embeddings()
