@@ -26,8 +26,8 @@ from pathlib import Path
 
 # Without Ray, which reads environment variables at import.
 MODULES = """
-accelerate codetiming datasets fastapi hydra numpy pandas peft tensordict torch torch.distributed.fsdp
-torchdata.stateful_dataloader transformers.modeling_utils uvicorn zmq
+accelerate codetiming datasets fastapi google.protobuf.reflection hydra jsonschema msgspec numpy nvtx pandas peft requests
+tensordict torch torch.distributed.fsdp torchdata.stateful_dataloader transformers.modeling_utils uvicorn zmq
 """
 Ended = subprocess.CompletedProcess[str]
 
