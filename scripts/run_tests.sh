@@ -21,6 +21,7 @@ bash scripts/install.sh
 .venv/bin/ruff format --check .
 # One thread: on two cores, tiny models and two-process tests are slower when they fight over threads.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+unset PYTHONDONTWRITEBYTECODE # some containers set it, and then each of a hundred processes compiles the package
 # A test that takes the memory of the machine fails by itself. CUDA reserves addresses beyond any such limit.
 if ! command -v nvidia-smi >/dev/null; then ulimit -v 16000000; fi
 export RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=2000000000 # which the limit counts, and else is a share of the machine

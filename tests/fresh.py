@@ -26,7 +26,8 @@ from pathlib import Path
 
 # Without Ray, which reads environment variables at import.
 MODULES = """
-accelerate codetiming datasets fastapi hydra numpy pandas peft tensordict torch torch.distributed.fsdp
+accelerate codetiming datasets fastapi google.protobuf.reflection hydra jsonschema msgspec numpy nvtx pandas peft
+requests tensordict torch torch._functorch.aot_autograd torch.distributed.checkpoint torch.distributed.fsdp
 torchdata.stateful_dataloader transformers.modeling_utils uvicorn zmq
 """
 Ended = subprocess.CompletedProcess[str]
@@ -77,6 +78,8 @@ def serve(listener: socket.socket) -> None:
     del sys.path[0]  # the folder of this file
     for name in MODULES.split():
         __import__(name)
+    # Imports the configs that verl imports in every process with a model.
+    sys.modules["transformers"].AutoModelForImageTextToText._model_mapping.keys()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -337,6 +337,12 @@ def run_engine(engine: Any, batch: TensorDict, loss: Callable | None = None) -> 
     return replace(update(engine, batch, loss), outputs=outputs)
 
 
+@lru_cache(maxsize=4)
+def load_reference(from_pretrained: Callable, model_path: str, **options: Any) -> Any:
+    """Load a stock model once for the tests that share its checkpoint."""
+    return from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager", **options)
+
+
 def run_reference(
     model_path: str,
     batch: TensorDict,
@@ -363,7 +369,9 @@ def run_reference(
     else:
         trusted = {name: value for name, value in model_options.items() if name == "trust_remote_code"}
         classes = auto_class(transformers.AutoConfig.from_pretrained(model_path, **trusted))
-    model = classes.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager", **model_options)
+    load = load_reference.__wrapped__ if adapter else load_reference  # an adapter changes the model
+    model = load(classes.from_pretrained, model_path, **model_options)
+    model.zero_grad()
     if adapter:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     dtype = next(model.parameters()).dtype

@@ -1,6 +1,7 @@
 """End to end: verl's V1 trainer, Ray, TransferQueue, FSDP2 and Hydra, for two steps."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from verl_pg_plugin.config import Mode
 REPOSITORY, PLAIN, IMAGES = Path(__file__).parent.parent, "run_qwen3_pg.sh", "run_qwen3_vl_pg.sh"
 MADE: dict[str, Path] = {}
 """Checkpoints and data of the arithmetic task, which later runs reuse."""
+ONE_UPDATE = {"TRAIN_BATCH_SIZE": "4", "PPO_MINI_BATCH_SIZE": "4"}
+"""A step is one update, which provides the old log-probs."""
+OLD_LOG_PROBS = "separate forward for old log-probs: none by the configuration, they are those of the update"
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,8 +53,9 @@ def train(
         if (script == PLAIN or (script != IMAGES and name == "data")) and not (folder / name).exists():
             (folder / name).symlink_to(made)
     of_workers = f"++ray_kwargs.ray_init.runtime_env.py_executable={python()}"
+    in_process = "++data.filter_overlong_prompts_workers=null"  # by default two pools start
     result = subprocess.run(
-        ["bash", f"{checkout()}/examples/{script}", of_workers, *overrides],
+        ["bash", f"{checkout()}/examples/{script}", of_workers, in_process, *overrides],
         cwd=REPOSITORY,
         env={**os.environ, **variables, **environment},
         capture_output=True,
@@ -78,19 +83,30 @@ def assert_shared(steps: list[dict[str, float]], least: float, tolerance: float 
 
 
 def test_the_readme_example_trains_in_packed_mode(tmp_path: Path) -> None:
-    summary, steps = train(tmp_path, TRAIN_BATCH_SIZE="4", PPO_MINI_BATCH_SIZE="2")
+    # Without a reference policy, only old log-probs would be a forward of their own.
+    overrides = "actor_rollout_ref.actor.use_kl_loss=False", "prefix_grouper.verify=every_1"
+    summary, steps = train(tmp_path, *overrides, **ONE_UPDATE)
     assert summary["steps"] == 2
     assert summary["mode"] == Mode.PACKED.value
     assert summary["attention_backend"] == "sdpa"
     assert summary["dedup_ratio"] > 8, "eight responses share each prompt, and all prompts a preamble"
     for name in ("reward_first", "reward_last", "time_old_log_prob", "time_update_actor"):
         assert summary[name] > 0
+    assert_shared(steps, least=8)
+    shown = (tmp_path / "console.log").read_text()
+    assert OLD_LOG_PROBS in shown
+    assert "update mini-batch verified" in shown
+    assert "forward-only mini-batch verified" not in shown
     for step in steps:
         assert step["prefix_grouper/balance/cut_groups"] == 0
-    assert_shared(steps, least=8)
+        assert step["actor/ppo_kl"] == step["actor/pg_clipfrac"] == 0, "the ratio is exactly 1"
+        assert step["actor/entropy"] > 0
+        assert abs(step["rollout_corr/kl"]) < 1e-4
+        assert all(map(math.isfinite, step.values())), "every NaN is replaced"
 
 
-# Daily, the V0 run of tests/trainer has two workers and verl's entry point, and tests/trainer/test_v1.py whole groups.
+# Daily, the V0 run of tests/trainer has two workers, verl's entry point and a reference policy, and
+# tests/trainer/test_v1.py several mini-batches of whole groups.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "mode", "least"),

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_end_to_end import assert_shared, train
-from tests.trainer.test_old_log_probs import LOGGED, ONE_STEP
+from tests.test_end_to_end import OLD_LOG_PROBS, ONE_UPDATE, assert_shared, train
 from verl_pg_plugin.config import Mode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -52,9 +51,9 @@ def test_colocate_async_trains_on_partial_rollouts_through_verls_entry_point(tmp
         ENTRY_POINT="verl.trainer.main_ppo",
         NGPUS_PER_NODE="2",
         TOTAL_STEPS="3",
-        **ONE_STEP,
+        **ONE_UPDATE,
     )
-    assert LOGGED in (tmp_path / "console.log").read_text()
+    assert OLD_LOG_PROBS in (tmp_path / "console.log").read_text()
     for step in updates:
         assert step["prefix_grouper/balance/cut_groups"] == 0
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.5

@@ -1,6 +1,8 @@
-"""verl's trainers take old log-probs from the update, with the metrics of a separate forward."""
+"""verl's trainers take old log-probs from the update, with the metrics of a separate forward.
 
-import math
+tests/test_end_to_end.py has the run of V1, tests/trainer/test_v0_runs.py that of V0.
+"""
+
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-from tests.test_end_to_end import assert_shared, train
+from tests.test_end_to_end import ONE_UPDATE, train
 from tests.trainer.test_v0 import Stock
 from verl_pg_plugin.config.keys import FROM_UPDATE
 from verl_pg_plugin.trainer.old_log_probs import compute_or_postpone
 
-ONE_STEP = {"TRAIN_BATCH_SIZE": "4", "PPO_MINI_BATCH_SIZE": "4"}
-LOGGED = "separate forward for old log-probs: none by the configuration, they are those of the update"
 OPTION = "prefix_grouper.old_log_prob"
 
 
@@ -88,29 +88,12 @@ def test_reasons_of_the_config_run_the_forward(one_step: DictConfig) -> None:
     assert not postponed(stock, batch_of(4))
 
 
-@pytest.mark.timeout(600)
-def test_v1_trains_without_a_separate_forward(tmp_path: Path) -> None:
-    # Without a reference policy, only old log-probs are a forward of their own.
-    overrides = "actor_rollout_ref.actor.use_kl_loss=False", "prefix_grouper.verify=every_1"
-    _, steps = train(tmp_path, *overrides, **ONE_STEP)
-    assert_shared(steps, least=8)
-    shown = (tmp_path / "console.log").read_text()
-    assert LOGGED in shown
-    assert "update mini-batch verified" in shown
-    assert "forward-only mini-batch verified" not in shown
-    for step in steps:
-        assert step["actor/ppo_kl"] == step["actor/pg_clipfrac"] == 0, "the ratio is exactly 1"
-        assert step["actor/entropy"] > 0
-        assert abs(step["rollout_corr/kl"]) < 1e-4
-        assert all(map(math.isfinite, step.values())), "every NaN is replaced"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("use_v1", [True, False])
 def test_every_metric_equals_that_of_a_separate_forward(tmp_path: Path, use_v1: bool) -> None:
     settings = f"trainer.use_v1={use_v1}", "actor_rollout_ref.rollout.seed=1", "data.seed=1"
-    sizes = {**ONE_STEP, "TOTAL_STEPS": "1"}  # two runs of one mode may differ later: responses arrive in any order
+    sizes = {**ONE_UPDATE, "TOTAL_STEPS": "1"}  # two runs of one mode may differ later: responses arrive in any order
     names = "auto", "always"
     (ours,), (separate,) = (train(tmp_path / name, *settings, f"{OPTION}={name}", **sizes)[1] for name in names)
     assert ours.keys() == separate.keys()
