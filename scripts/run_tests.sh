@@ -1,20 +1,16 @@
 #!/usr/bin/env bash
-# Lint, format check, type check and tests; installs into .venv first if needed. A short selection of the tests runs
-# again on the lowest and on the highest transformers that work. With PYTEST_ARGS, those tests alone.
+# Lint, format check, type check and tests; installs into .venv first if needed. With PYTEST_ARGS, those tests alone.
+# --slow adds the slow tests, and a selection on the lowest and on the highest transformers that work.
 #
-#   bash scripts/run_tests.sh [--slow] [--skip-others] [PYTEST_ARGS ...]      # e.g. tests/layout -x
+#   bash scripts/run_tests.sh [--slow] [PYTEST_ARGS ...]      # e.g. tests/layout -x
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-selection=(-m "not slow") others=yes
-while true; do
-  case ${1:-} in
-    --slow) selection=() ;;
-    --skip-others) others=no ;;
-    *) break ;;
-  esac
+selection=(-m "not slow") slow=no
+if [ "${1:-}" = --slow ]; then
+  selection=() slow=yes
   shift
-done
+fi
 bash scripts/install.sh
 
 .venv/bin/ruff check .
@@ -26,7 +22,7 @@ unset PYTHONDONTWRITEBYTECODE # some containers set it, and then each of a hundr
 if ! command -v nvidia-smi >/dev/null; then ulimit -v 16000000; fi
 export RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=2000000000 # which the limit counts, and else is a share of the machine
 run() { .venv/bin/python -m pytest "${selection[@]}" --durations=15 --junitxml="outputs/$1.xml" "${@:2}"; }
-on() { if [ "$others" = yes ]; then bash scripts/upkeep/run_tests_transformers.sh "$1"; fi; }
+on() { if [ "$slow" = yes ]; then bash scripts/upkeep/run_tests_transformers.sh "$1"; fi; }
 second() {
   .venv/bin/mypy
   run tests_second "${rooms[@]}"
@@ -38,7 +34,7 @@ if [ $# -gt 0 ]; then
   run tests "$@"
   exit
 fi
-# All of them, in two processes for two cores: these rooms, mypy and the lowest transformers take about half of the time.
+# All of them, in two processes for two cores: these rooms and mypy take about half of the time.
 rooms=(tests/engine tests/options tests/config)
 mkdir -p outputs
 second > outputs/tests_second.log 2>&1 & other=$!
