@@ -109,7 +109,8 @@ def run_micro_batch(batch: MiniBatch, planned: PlannedMicroBatch) -> dict[str, A
     if samples:
         got = read_responses(outputs, samples, sequences.prompt_lengths)
         costs.num_verified += len(set(samples))
-        max_error = batch.verifier.check(got, alone, planned, samples, fields, batch.kind)
+        with batch.verifier.timed():
+            max_error = batch.verifier.check(got, alone, planned, samples, fields, batch.kind)
         costs.verify_max_error = max(costs.verify_max_error, max_error)
         reshard(batch.module)
     costs.num_padding += inputs.num_padding

@@ -223,7 +223,6 @@ class Verifier:
         ``compute_alone`` runs each sample in a separate forward, with noise if it is given. If an error exceeds its
         tolerance, its rank raises MismatchError and the others RankError.
         """
-        start = time.perf_counter()
         alone, fixed = compute_alone(None), self.options.verify_tolerance
         if fixed is not None:
             tolerances = dict.fromkeys(alone, Tolerance(per_token=fixed, mean=fixed))
@@ -241,7 +240,6 @@ class Verifier:
                     raise MismatchError(self._message(samples[worst[0]], worst[1], micro_batch, kind))
                 ranks.append(None)
         self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
-        self._seconds += time.perf_counter() - start
         return max_error
 
     @contextmanager
