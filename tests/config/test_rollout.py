@@ -99,10 +99,12 @@ def test_user_keys_of_additional_config_are_kept() -> None:
 
 
 def test_unsupported_vllm_versions_decode_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "version", lambda name: "0.23.1")
-    assert "vllm 0.23.1" in off(config_of())[DECODE]
-    monkeypatch.setattr(rollout, "version", lambda name: "0.24.1")
-    assert DECODE not in off(config_of())
+    for installed in ("0.23.1", "0.25.1", "0.27.0"):
+        monkeypatch.setattr(rollout, "version", lambda name, installed=installed: installed)
+        assert f"vllm {installed}" in off(config_of())[DECODE]
+    for installed in ("0.24.1", "0.26.0"):
+        monkeypatch.setattr(rollout, "version", lambda name, installed=installed: installed)
+        assert DECODE not in off(config_of())
 
 
 def test_number_of_servers_follows_their_gpus() -> None:

@@ -4,8 +4,8 @@ from packaging.specifiers import SpecifierSet
 
 SHARED_DECODE = "verl_pg_plugin_shared_decode"
 """Key of vLLM's ``additional_config`` that enables shared decode."""
-VLLM_VERSIONS = SpecifierSet(">=0.24,<0.25")
-"""Versions whose attention backend ``shared_decode`` extends."""
+VLLM_VERSIONS = SpecifierSet(">=0.24,<0.27,!=0.25.*")
+"""Versions whose attention backend ``shared_decode`` extends. It has not run with 0.25."""
 
 
 def register_with_vllm() -> None:

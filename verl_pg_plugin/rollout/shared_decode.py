@@ -126,7 +126,9 @@ class SharedDecodeImpl(FlashAttentionImpl):
     ) -> torch.Tensor:  # fmt: skip
         if not isinstance(attn_metadata, SharedDecodeMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more)
-        key_cache, value_cache = map(canonicalize_singleton_dim_strides, kv_cache.unbind(1))
+        # (blocks, 2, tokens, G, D) in vLLM 0.24, (blocks, G, tokens, 2 D) in 0.26
+        caches = kv_cache.unbind(1) if kv_cache.dim() == 5 else kv_cache.transpose(1, 2).split(self.head_size, -1)
+        key_cache, value_cache = map(canonicalize_singleton_dim_strides, caches)
         (groups, rest), builder = attn_metadata.shared, attn_metadata.builder
         builder.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(builder.stream):
