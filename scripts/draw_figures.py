@@ -66,12 +66,15 @@ PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
 
 
 def steps_by_phase(height: float, cases: dict[str, dict[str, str]], label: str, table: str = "steps") -> plt.Figure:
-    """Draw the seconds of whole steps by phase, stock verl and packed mode, for each title and case."""
+    """Draw the seconds of whole steps by phase, stock verl and packed mode, for each title and case.
+
+    Of several runs, the last in the table counts.
+    """
     figure, (axes,) = new_axes(height)
     runs, names, totals, notes = [], [], [], []
     for title, case in cases.items():
         both = [
-            {row["phase"]: float(row["seconds_median"]) for row in rows_of(table, mode=mode, **case)}
+            {row["phase"]: float(row["seconds_median"]) for row in rows_of(table, **case) if row["mode"] == mode}
             for mode in ("rmpad", "packed")
         ]
         stock, packed = (run["step"] for run in both)
@@ -113,7 +116,7 @@ def several_gpus() -> plt.Figure:
         "30B-A3B, four GPUs, 2 prompts each: ": {"model": "qwen3-30b-a3b", "num_gpus": "4"},
     }
     label = f"seconds of a step, prompt 8192, response 1024, n 8\nQwen3 configs, {RUNS}, H200s of one host"
-    label += "\nonly the first case has shared generation"
+    label += "\nonly the first case has shared generation\nand old log-probs from the update"
     return steps_by_phase(9, cases, label)
 
 
