@@ -1,4 +1,4 @@
-"""Images on a GPU in bf16: as close to float32 as stock verl or single sequences, encoder and projector included.
+"""Images on GPUs in bf16: as close to float32 as stock verl or single sequences, encoder and projector included.
 
 verl patches the classes of such models for the whole process, so the stock engines run last.
 """
@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from tests.modalities.tiny_vision import KINDS, WITHOUT_VIDEOS, Shot, Shown, image_batch, save_vision_model, shots
-from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of, pooled
-from tests.support import Result, actor_loss, clone, make_engine, run_reference
+from tests.engine.ranks import on_ranks
+from tests.modalities.tiny_vision import KINDS, WITHOUT_VIDEOS, Shot, Shown, image_batch, load, save_vision_model, shots
+from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of, errors, pooled
+from tests.support import Result, actor_loss, clone, make_engine, run_engine, run_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200), pytest.mark.usefixtures("process_group")]
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
@@ -29,15 +31,18 @@ OF_KIND = {
 TOWER = {"hidden_size": 128, "intermediate_size": 256}  # heads of 64, which every build of flash-attn has
 LOSS = actor_loss(**SMOOTH_LOSS)
 LENGTHS = (60, 33, 90, 5, 71, 64, 20, 48)
+GRIDS = (1, 16, 24), (1, 8, 8), (1, 16, 24)
+GRIDS_OF_VIDEOS = (2, 8, 12), (2, 8, 8), (3, 8, 12)
 
 
-def pictured_groups(draw: int) -> list[Shot]:
-    """Return eight responses to two images, four to another image, and one to text."""
+def shown_groups(draw: int, kind: str = "image") -> list[Shot]:
+    """Return eight responses to two images or videos, four to another one, and one to text."""
+    grids = GRIDS if kind == "image" else GRIDS_OF_VIDEOS
 
     def words(count: int, seed: int) -> list[int]:
         return np.random.default_rng([draw, seed]).integers(1, 60, count).tolist()
 
-    cat, chart, dog = (Shown(grid, 3 * draw + i) for i, grid in enumerate(((1, 16, 24), (1, 8, 8), (1, 16, 24))))
+    cat, chart, dog = (Shown(grid, 3 * draw + i, kind) for i, grid in enumerate(grids))
     return [
         *shots([words(60, 1), cat, words(40, 2), chart, words(9, 3)], *(words(n, n) for n in LENGTHS)),
         *shots([words(60, 1), dog, words(20, 4)], *(words(n, 100 + n) for n in LENGTHS[:4])),
@@ -61,7 +66,7 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad_or_of_single_sequences(tmp_pa
     for kind in (*KINDS, *WITHOUT_VIDEOS):
         sizes = {**SIZES, "rope_parameters": ROPE, **OF_KIND.get(kind, {})}
         path = save_vision_model(tmp_path / kind, kind, encoder=TOWER, **sizes)
-        batches = [image_batch(path, pictured_groups(draw), max_token_len_per_gpu=1200) for draw in range(8)]
+        batches = [image_batch(path, shown_groups(draw), max_token_len_per_gpu=1200) for draw in range(8)]
         drawn = batches, [run_reference(path, batch, LOSS) for batch in batches]
         packed = [make_engine(path, engine={**BF16, "compile_layers": on}, model=FLASH) for on in (False, True)]
         results[kind, path] = drawn, [error_of_all(engine, *drawn) for engine in packed]
@@ -74,3 +79,42 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad_or_of_single_sequences(tmp_pa
             baseline = error_of_all(stock, *drawn)
         for ours in uncompiled_and_compiled:
             assert_no_worse(ours, baseline)
+
+
+IMAGES, VIDEOS = range(13), range(13, 26)
+
+
+def joint_batches(path: str) -> list[TensorDict]:
+    """Return batches whose first half has images and whose second half has videos; a text ends each half."""
+    videos = "video" if load(path).config.model_type == "qwen2_5_vl" else "frames"
+    samples = [[*shown_groups(draw), *shown_groups(draw, videos)] for draw in range(8)]
+    return [image_batch(path, of_draw, max_token_len_per_gpu=1200) for of_draw in samples]
+
+
+def run_on_rank(rank: int, path: str, packed: bool, sequences: list[list[int]]) -> list[Result]:
+    """Return, on the CPU, the results of the batches with this rank's sequences."""
+    engine, results = make_engine(path, packed=packed, engine=BF16, model=FLASH), []
+    for batch in joint_batches(path):
+        result = run_engine(engine, tu.index_select_tensor_dict(batch, sequences[rank]), LOSS)
+        outputs = {name: [row.cpu() for row in rows] for name, rows in result.outputs.items()}
+        results.append(Result(outputs, {name: gradient.cpu() for name, gradient in result.gradients.items()}))
+    return results
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_images_on_one_gpu_and_videos_on_another_are_as_close_to_float32_as_stock_rmpad(
+    kind: str, tmp_path: Path
+) -> None:
+    """Stock rmpad runs all sequences on one GPU."""
+    sizes = {**SIZES, "rope_parameters": ROPE, **OF_KIND.get(kind, {})}
+    path = save_vision_model(tmp_path, kind, encoder=TOWER, **sizes)
+    references = [run_reference(path, batch, LOSS) for batch in joint_batches(path)]
+    of_images, of_videos = on_ranks(2, run_on_rank, path, True, [[*IMAGES], [*VIDEOS]], device="cuda")
+    (stock,) = on_ranks(1, run_on_rank, path, False, [[*IMAGES, *VIDEOS]], device="cuda")
+    packed = []
+    for images, videos in zip(of_images, of_videos, strict=True):
+        outputs = {name: [*rows, *videos.outputs[name]] for name, rows in images.outputs.items()}
+        packed.append(Result(outputs, images.gradients))
+    baseline, ours = (pooled(list(map(errors, results, references))) for results in (stock, packed))
+    assert_no_worse(ours, baseline)
