@@ -111,12 +111,12 @@ def several_gpus() -> plt.Figure:
     cases = {
         "4B, two GPUs, 8 prompts each: ": {"model": "qwen3-4b", "num_gpus": "2", "commit": "7e4c9ff"},
         "4B, four GPUs, 4 prompts each: ": {"model": "qwen3-4b", "num_gpus": "4"},
-        "8B, two GPUs, 8 prompts each: ": {"model": "qwen3-8b", "num_gpus": "2", "commit": "cb7bc0c"},
+        "8B, two GPUs, 8 prompts each: ": {"model": "qwen3-8b", "num_gpus": "2", "commit": "f1364f6"},
         "8B, four GPUs, 2 prompts each: ": {"model": "qwen3-8b", "num_gpus": "4"},
         "30B-A3B, four GPUs, 2 prompts each: ": {"model": "qwen3-30b-a3b", "num_gpus": "4"},
     }
     label = f"seconds of a step, prompt 8192, response 1024, n 8\nQwen3 configs, {RUNS}, H200s of one host"
-    label += "\nonly the first case has shared generation\nand old log-probs from the update"
+    label += "\nonly the cases of two GPUs have shared generation\nand old log-probs from the update"
     return steps_by_phase(9, cases, label)
 
 
