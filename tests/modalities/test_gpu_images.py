@@ -106,7 +106,7 @@ def run_on_rank(rank: int, path: str, packed: bool, sequences: list[list[int]]) 
 def test_images_on_one_gpu_and_videos_on_another_are_as_close_to_float32_as_stock_rmpad(
     kind: str, tmp_path: Path
 ) -> None:
-    """Stock rmpad runs all sequences on one GPU: with two it could block, as ranks call the encoder unequally often."""
+    """Stock rmpad runs all sequences on one GPU."""
     sizes = {**SIZES, "rope_parameters": ROPE, **OF_KIND.get(kind, {})}
     path = save_vision_model(tmp_path, kind, encoder=TOWER, **sizes)
     references = [run_reference(path, batch, LOSS) for batch in joint_batches(path)]
