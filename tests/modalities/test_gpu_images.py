@@ -81,9 +81,6 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad_or_of_single_sequences(tmp_pa
             assert_no_worse(ours, baseline)
 
 
-IMAGES, VIDEOS = range(13), range(13, 26)
-
-
 def joint_batches(path: str) -> list[TensorDict]:
     """Return batches whose first half has images and whose second half has videos; a text ends each half."""
     videos = "video" if load(path).config.model_type == "qwen2_5_vl" else "frames"
@@ -91,11 +88,11 @@ def joint_batches(path: str) -> list[TensorDict]:
     return [image_batch(path, of_draw, max_token_len_per_gpu=1200) for of_draw in samples]
 
 
-def run_on_rank(rank: int, path: str, packed: bool, sequences: list[list[int]]) -> list[Result]:
+def run_on_rank(rank: int, path: str, packed: bool, *sequences: range) -> list[Result]:
     """Return, on the CPU, the results of the batches with this rank's sequences."""
     engine, results = make_engine(path, packed=packed, engine=BF16, model=FLASH), []
     for batch in joint_batches(path):
-        result = run_engine(engine, tu.index_select_tensor_dict(batch, sequences[rank]), LOSS)
+        result = run_engine(engine, tu.index_select_tensor_dict(batch, list(sequences[rank])), LOSS)
         outputs = {name: [row.cpu() for row in rows] for name, rows in result.outputs.items()}
         results.append(Result(outputs, {name: gradient.cpu() for name, gradient in result.gradients.items()}))
     return results
@@ -110,8 +107,8 @@ def test_images_on_one_gpu_and_videos_on_another_are_as_close_to_float32_as_stoc
     sizes = {**SIZES, "rope_parameters": ROPE, **OF_KIND.get(kind, {})}
     path = save_vision_model(tmp_path, kind, encoder=TOWER, **sizes)
     references = [run_reference(path, batch, LOSS) for batch in joint_batches(path)]
-    of_images, of_videos = on_ranks(2, run_on_rank, path, True, [[*IMAGES], [*VIDEOS]], device="cuda")
-    (stock,) = on_ranks(1, run_on_rank, path, False, [[*IMAGES, *VIDEOS]], device="cuda")
+    of_images, of_videos = on_ranks(2, run_on_rank, path, True, range(13), range(13, 26), device="cuda")
+    (stock,) = on_ranks(1, run_on_rank, path, False, range(26), device="cuda")
     packed = []
     for images, videos in zip(of_images, of_videos, strict=True):
         outputs = {name: [*rows, *videos.outputs[name]] for name, rows in images.outputs.items()}
